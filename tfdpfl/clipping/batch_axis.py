@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, constant, function_graph, key, own_gradient_is_known
+from tfdpfl.clipping.graph import constant, function_graph, handed_on, is_call, is_loop, key, own_gradient_is_known
 from tfdpfl.clipping.registry import Move, look_up
 from tfdpfl.clipping.states import (
     TAINTED,
@@ -115,11 +115,11 @@ class BatchAxis:
 
     def constant(self, t: tf.Tensor) -> np.ndarray | None:
         """The tensor's value where it follows from constants alone, also from those that a call handed in."""
-        value, caller = constant(t), self.handed_in.get(key(t))
-        if value is None and t.op.type == "InvertPermutation":
-            value = self.constant(t.op.inputs[0])
-            return None if value is None else np.argsort(value)
-        return caller[0].constant(caller[1]) if value is None and caller else value
+        return constant(t, self._handed_in)
+
+    def _handed_in(self, t: tf.Tensor) -> np.ndarray | None:
+        caller = self.handed_in.get(key(t))
+        return caller[0].constant(caller[1]) if caller else None
 
     def declare_state(self, t: tf.Tensor, state: State) -> None:
         """Sets the state of a tensor that was made, or is known, otherwise than by what the graph shows."""
@@ -141,7 +141,7 @@ class BatchAxis:
 
     def _transfer(self, op: tf.Operation) -> list[State]:
         states = [self.states[key(t)] for t in op.inputs]
-        if op.type in ENTRIES:
+        if look_up(op).enters:
             return [self._enter(t) for t in op.outputs]
         found = self._refused(op, states) or self._moved(op, states)
         if isinstance(found, Mixed) and found.name == op.name:
@@ -149,7 +149,7 @@ class BatchAxis:
         given = found if isinstance(found, list) else [found] * len(op.outputs)
         if not _move_of(op).entries:
             given = [plain(s) for s in given]
-        if op.type in BODIES and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
+        if look_up(op).runs and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
             self.sources += [t for t, s in zip(op.outputs, given, strict=False) if isinstance(s, Batch)]
         return given
@@ -255,12 +255,11 @@ class BatchAxis:
 
     def bodies(self, op: tf.Operation) -> Iterable[tuple[BatchAxis, tf.Graph]]:
         """Returns what a call, a branch or a loop runs, with the states that it is given."""
-        turns = op.type.endswith("While")
-        states = self.over_turns(op) if turns else [
-            self.handle(t) if t.dtype == tf.resource else self[t] for t in op.inputs]  # fmt: skip
-        skip = 1 if op.type.endswith("If") else 0
-        for attribute in BODIES[op.type]:
-            inner, _, graph = self.body(op, attribute, list(op.inputs[skip:]), states[skip:])
+        inputs = handed_on(op)
+        states = self.over_turns(op) if is_loop(op) else [
+            self.handle(t) if t.dtype == tf.resource else self[t] for t in inputs]  # fmt: skip
+        for attribute in look_up(op).runs:
+            inner, _, graph = self.body(op, attribute, inputs, states)
             yield inner, graph
 
     def over_turns(self, op: tf.Operation) -> list[State]:
@@ -285,7 +284,7 @@ class BatchAxis:
                 graph, lambda t: given.get(t.op.name), vouched=self.vouched, tainted=self.tainted, within=True
             )
             self._bodies[question] = inner
-            if op.type in CALLS:
+            if is_call(op):
                 inner.handed_in = {key(t): (self, i) for t, i in zip(graph.inputs, inputs, strict=True)}
             inner.run([*graph.inputs, *graph.outputs])
             self.reads += inner.reads

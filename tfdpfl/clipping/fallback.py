@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import MaterializedGradient, Units, examples_first
-from tfdpfl.clipping.graph import BODIES, CALLS, key, within
+from tfdpfl.clipping.graph import is_call, key, within
 from tfdpfl.clipping.loss import PerExampleLoss
-from tfdpfl.clipping.ops.random import RANDOM
+from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import Batch, Size, weighs
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
@@ -22,8 +22,6 @@ from tfdpfl.errors import PrivacyError
 __all__ = ["Replay"]
 
 _REMEDY = "Write the layer with operations that have a rule, or outside of loops and branches."
-# Stateful ops that may be run as often as one likes.
-_REPEATABLE = frozenset("Assert LookupTableFindV2 Print PrintV2 ResourceGatherNd VariableShape".split())
 
 
 class Replay:
@@ -42,7 +40,8 @@ class Replay:
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
             raise self._refusal("it holds a loop or a branch that uses weights, too")
         # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
-        if again := side_effects(ops) - _REPEATABLE | RANDOM.intersection(op.type for op in within(ops)):
+        drawn = {op.type for op in within(ops) if look_up(op).random}
+        if again := drawn | {op.type for op in side_effects(ops) if not look_up(op).repeatable}:
             raise self._refusal(
                 f"it would draw or write ({', '.join(sorted(again))}) other values than it did for the loss",
                 "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
@@ -126,9 +125,9 @@ class Replay:
 
 def _nests(op: tf.Operation, a: BatchAxis, looping: bool = False) -> bool:
     """Whether a loop or branch with weights is inside of a loop or branch."""
-    if op.type not in BODIES or not any(weighs(a[t]) for t in op.inputs):
+    if not look_up(op).runs or not any(weighs(a[t]) for t in op.inputs):
         return False
-    flows = op.type not in CALLS
+    flows = not is_call(op)
     if flows and looping:
         return True
     return any(

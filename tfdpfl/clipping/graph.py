@@ -18,13 +18,12 @@ from tensorflow.python.eager.polymorphic_function import transform
 from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 from tensorflow.python.ops import control_flow_util, control_flow_util_v2
 
+from tfdpfl.clipping.registry import look_up
+
 if TYPE_CHECKING:
     from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 __all__ = [
-    "BODIES",
-    "CALLS",
-    "ENTRIES",
     "RELEASED",
     "ancestors",
     "attributes",
@@ -38,7 +37,11 @@ __all__ = [
     "function_names",
     "gradient_function",
     "graphs_around",
+    "handed_on",
     "inner_call",
+    "is_branch",
+    "is_call",
+    "is_loop",
     "keep_graphs_around",
     "key",
     "known_entries",
@@ -104,8 +107,10 @@ def keep_graphs_around(graph: tf.Graph) -> None:
 
 # Where TensorFlow's gradients look for what a loop or a branch runs.
 _GRAPHS = {
-    "While": {"cond": "_cond_graph", "body": "_body_graph"},
-    "If": {"then_branch": "_true_graph", "else_branch": "_false_graph"},
+    "cond": "_cond_graph",
+    "body": "_body_graph",
+    "then_branch": "_true_graph",
+    "else_branch": "_false_graph",
 }
 
 
@@ -259,15 +264,16 @@ def copy_op(
         name=f"tfdpfl/{op.type}",
         attrs=attributes(op) if attrs is None else attrs,
     )
-    for kind, place in _GRAPHS.get(made.type.removeprefix("Stateless"), {}).items():
+    for attribute in look_up(made).runs if not is_call(made) else ():
         # The gradient rewrites a loop's or branch's functions under names derived from theirs; the copy must not share
         # them.
-        loops = made.type.endswith("While")
-        shapes = map(tf.TensorShape, made.get_attr("output_shapes")) if loops else [t.shape for t in made.inputs[1:]]
-        name = made.get_attr(kind).name
-        body = control_flow_util_v2.get_func_graph(made, list(shapes), name)
+        shapes = [t.shape for t in handed_on(made)]
+        if is_loop(made):
+            shapes = list(map(tf.TensorShape, made.get_attr("output_shapes")))
+        name = made.get_attr(attribute).name
+        body = control_flow_util_v2.get_func_graph(made, shapes, name)
         body.name = f"{name}_of_tfdpfl_{next(_numbers)}"
-        setattr(made, place, body)
+        setattr(made, _GRAPHS[attribute], body)
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
     return list(made.outputs)
@@ -275,19 +281,19 @@ def copy_op(
 
 def rewrite_bodies(op: tf.Operation, rewrite: Callable[[NodeDef], bool]) -> None:
     """Gives a loop or a branch functions of its own in which ``rewrite`` has changed nodes; it says whether it has."""
-    for kind, place in _GRAPHS[op.type.removeprefix("Stateless")].items():
-        name = op.get_attr(kind).name
+    for attribute in look_up(op).runs:
+        name = op.get_attr(attribute).name
         function = _function(op.graph, name)
         definition = type(function.cached_definition)()
         definition.CopyFrom(function.cached_definition)
         if not any([rewrite(node) for node in definition.node_def]):
             continue
-        shapes = [t.shape for t in op.inputs[1 if op.type.endswith("If") else 0 :]]
+        shapes = [t.shape for t in handed_on(op)]
         with op.graph.as_default():
             body = function_def_to_graph.function_def_to_graph(definition, shapes)
             body.name = f"{name}_of_tfdpfl_{next(_numbers)}"
-            op._set_func_attr(kind, control_flow_util_v2.create_new_tf_function(body))
-        setattr(op, place, body)
+            op._set_func_attr(attribute, control_flow_util_v2.create_new_tf_function(body))
+        setattr(op, _GRAPHS[attribute], body)
 
 
 def lift_functions(source: tf.Graph, target: tf.Graph, attrs: dict) -> None:
@@ -323,11 +329,22 @@ def origin(t: tf.Tensor):
 
 # -- what ops run ----------------------------------------------------------------------------------------------
 
-CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
-BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
-          "While": ("body", "cond"), "StatelessWhile": ("body", "cond"),
-          **{kind: ("f",) for kind in CALLS}}  # fmt: skip
-ENTRIES = frozenset("Placeholder PlaceholderV2 IteratorGetNext OptionalGetValue Arg".split())
+
+def is_call(op: tf.Operation) -> bool:
+    return "f" in look_up(op).runs
+
+
+def is_branch(op: tf.Operation) -> bool:
+    return "then_branch" in look_up(op).runs
+
+
+def is_loop(op: tf.Operation) -> bool:
+    return "body" in look_up(op).runs
+
+
+def handed_on(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the inputs that an op hands to the functions that it runs: all but what a branch chooses by."""
+    return list(op.inputs)[is_branch(op) :]
 
 
 def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> tf.Graph:
@@ -350,9 +367,8 @@ def function_graph(graph: tf.Graph, name: str, inputs: Sequence[tf.Tensor]) -> t
 
 def body_graphs(op: tf.Operation) -> Iterable[tf.Graph]:
     """Returns what a call, a branch or a loop runs; nothing for other ops."""
-    for attribute in BODIES.get(op.type, ()):
-        inputs = list(op.inputs)[1 if op.type.endswith("If") else 0 :]
-        yield function_graph(op.graph, op.get_attr(attribute).name, inputs)
+    for attribute in look_up(op).runs:
+        yield function_graph(op.graph, op.get_attr(attribute).name, handed_on(op))
 
 
 def within(ops: Iterable[tf.Operation]) -> Iterable[tf.Operation]:
@@ -365,7 +381,7 @@ def within(ops: Iterable[tf.Operation]) -> Iterable[tf.Operation]:
 
 def inner_call(op: tf.Operation) -> tuple[tf.Operation, list[int]] | None:
     """Looks into a call whose body is one op: that op, and which inputs of the call feed it."""
-    if op.type not in CALLS or len(op.outputs) != 1:
+    if not is_call(op) or len(op.outputs) != 1:
         return None
     body = function_graph(op.graph, op.get_attr("f").name, list(op.inputs))
     t = source(body.outputs[0])
@@ -382,73 +398,21 @@ def inner_call(op: tf.Operation) -> tuple[tf.Operation, list[int]] | None:
 # -- constants ---------------------------------------------------------------------------------------------------
 
 
-def constant(t: tf.Tensor) -> np.ndarray | None:
-    """The tensor's value where it follows from constants alone (TensorFlow's own folding stops at products)."""
+def constant(t: tf.Tensor, outside: Callable[[tf.Tensor], np.ndarray | None] = lambda t: None) -> np.ndarray | None:
+    """The tensor's value where it follows from constants alone (TensorFlow's own folding stops at products), also from
+    those that ``outside`` knows of tensors that the graph takes in."""
     value = tensor_util.constant_value(t)
+    if value is None:
+        value = outside(t)
     if value is not None:
         return value
-    if t.op.type in _FOLDED:
-        values = [constant(i) for i in t.op.inputs]
-        if all(v is not None for v in values) and (t.op.type != "Prod" or t.shape.rank == 0):
-            return np.asarray(_FOLDED[t.op.type](t.op, *values)).astype(t.dtype.as_numpy_dtype)
-    return _SEEN_THROUGH[t.op.type](t) if t.op.type in _SEEN_THROUGH else None
-
-
-def _one_entry(t: tf.Tensor) -> np.ndarray | None:
-    """One entry of a vector."""
-    if t.shape.rank != 0:
-        return None
-    vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
-    if vector is None or at is None or vector.ndim != 1 or t.op.get_attr("shrink_axis_mask") != 1:
-        return None
-    return vector[at[0]]
-
-
-def _given_out(t: tf.Tensor) -> np.ndarray | None:
-    """Of a call, a number or a list of integers that its body gives out."""
-    if not t.dtype.is_integer or t.shape.rank not in (0, 1):
-        return None
-    return constant(function_graph(t.graph, t.op.get_attr("f").name, t.op.inputs).outputs[t.value_index])
-
-
-def _cut(t: tf.Tensor) -> np.ndarray | None:
-    """A slice of constants."""
-    whole, begins, lengths = (constant(i) for i in t.op.inputs)
-    if whole is None or begins is None or lengths is None:
-        return None
-    return whole[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begins, lengths, strict=True))]
-
-
-def _limit(t: tf.Tensor) -> np.ndarray | None:
-    """min(c, max(c, x)) of integers, as bincount writes it."""
-    if t.shape.rank != 0:
-        return None
-    for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
-        if t.dtype.is_integer and clipped.op.type == "Maximum" and limit.shape.rank == 0:
-            top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
-            if top is not None and any(f is not None and f >= top for f in floors):
-                return top
-    return None
-
-
-# What an op makes of the entries of others, whatever they are.
-_ARRANGED: dict[str, Callable] = {
-    "Cast": lambda op, x: x, "Identity": lambda op, x: x,
-    "Pack": lambda op, *parts: np.stack(parts, op.get_attr("axis")),
-    "ConcatV2": lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])),
-    "Reshape": lambda op, x, shape: np.reshape(x, [int(n) for n in shape]),
-    "ExpandDims": lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])),
-    "Transpose": lambda op, x, order: np.transpose(x, [int(i) for i in order]),
-    "Fill": lambda op, shape, x: np.full([int(n) for n in shape], x),
-}  # fmt: skip
-_FOLDED: dict[str, Callable] = {
-    **_ARRANGED, "Prod": lambda op, x, axes: np.prod(x), "Mul": lambda op, x, y: x * y, "Add": lambda op, x, y: x + y,
-    "AddV2": lambda op, x, y: x + y, "Sub": lambda op, x, y: x - y, "FloorMod": lambda op, x, y: x % y,
-    "Range": lambda op, *given: np.arange(*given),
-}  # fmt: skip
-_SEEN_THROUGH: dict[str, Callable[[tf.Tensor], np.ndarray | None]] = {
-    "StridedSlice": _one_entry, "Minimum": _limit, "Slice": _cut, **dict.fromkeys(CALLS, _given_out),
-}  # fmt: skip
+    known = look_up(t.op)
+    if known.folds is not None:
+        values = [constant(i, outside) for i in t.op.inputs]
+        value = None if any(v is None for v in values) else known.folds(t.op, *values)
+        if value is not None:
+            return np.asarray(value).astype(t.dtype.as_numpy_dtype)
+    return None if known.value is None else known.value(t)
 
 
 def known_entries(t: tf.Tensor) -> np.ndarray | None:
@@ -459,10 +423,11 @@ def known_entries(t: tf.Tensor) -> np.ndarray | None:
         return np.asarray(value, float)
     if not t.shape.is_fully_defined():
         return None
-    parts = [known_entries(i) for i in t.op.inputs] if t.op.type in _ARRANGED else [None]
-    if not any(part is None for part in parts):
+    known = look_up(t.op)
+    parts = [known_entries(i) for i in t.op.inputs] if known.arranges else [None]
+    if known.folds is not None and not any(part is None for part in parts):
         try:
-            return np.broadcast_to(_ARRANGED[t.op.type](t.op, *parts), t.shape)
+            return np.broadcast_to(known.folds(t.op, *parts), t.shape)
         except ValueError:  # a length or an axis is not known
             pass
     return np.full(t.shape, np.nan)
@@ -478,7 +443,7 @@ def own_gradient_is_known(op: tf.Operation) -> bool:
     except ValueError:
         return True
     if not tf.compat.as_str(name).startswith("CustomGradient"):
-        return op.type in CALLS
+        return is_call(op)
     function = gradient_function(op)
     if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
         return False  # one that was written for another purpose

@@ -20,8 +20,16 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import CALLS, channels_first, compiled, constant, gradient_function, inner_call, key
-from tfdpfl.clipping.ops.random import DRAWS
+from tfdpfl.clipping.graph import (
+    channels_first,
+    compiled,
+    constant,
+    gradient_function,
+    inner_call,
+    is_call,
+    is_loop,
+    key,
+)
 from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import Batch, Items, Mixed, Public, weighs
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
@@ -185,9 +193,7 @@ class InlinedControlFlow:
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
-        if not op.type.endswith("While") and op.type not in CALLS:
-            return False
-        if not any(weighs(a[t]) for t in op.inputs):
+        if not (is_loop(op) or is_call(op)) or not any(weighs(a[t]) for t in op.inputs):
             return False
         return any(isinstance(a[t], Batch | Items) for t in op.outputs) and not (
             (inner := inner_call(op)) and look_up(inner[0]).rule
@@ -202,7 +208,7 @@ class InlinedControlFlow:
         wanted = [
             i for i, t in enumerate(op.outputs) if key(t) in taken or (t.dtype != tf.variant and key(t) not in mixed)
         ]
-        return self._call(op, a, given, wanted) if op.type in CALLS else self._loop(op, a, given, wanted)
+        return self._call(op, a, given, wanted) if is_call(op) else self._loop(op, a, given, wanted)
 
     def _call(
         self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor], wanted: list[int]
@@ -389,9 +395,11 @@ def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """The ops that a function computes these by, in order."""
     given = {t.op.name for t in graph.inputs}
     path = [o for o in graph_tools.ancestors(results).values() if o.name not in given]
-    own = [o for o in path if o.type not in CALLS and "_gradient_op_type" in o.node_def.attr]
+    own = [o for o in path if not is_call(o) and "_gradient_op_type" in o.node_def.attr]
     # What is drawn may be drawn here as well as there: only this loop's, or call's, results are used from then on.
-    if side_effects(graph.get_operations()) - DRAWS or not all(_plain_derivative(o) for o in own):
+    if any(not look_up(o).movable for o in side_effects(graph.get_operations())) or not all(
+        _plain_derivative(o) for o in own
+    ):
         raise Closed
     return path
 
@@ -422,7 +430,7 @@ def _plain_derivative(op: tf.Operation) -> bool:
 
 def _copied(op: tf.Operation, now: dict, source: tf.Graph) -> list[tf.Tensor]:
     attrs = graph_tools.attributes(op)
-    if op.type not in CALLS:
+    if not is_call(op):
         attrs.pop("_gradient_op_type", None)  # `_path`
     graph_tools.lift_functions(source, tf.compat.v1.get_default_graph(), attrs)
     made = graph_tools.copy_op(op, [now[key(t)] for t in op.inputs], attrs)

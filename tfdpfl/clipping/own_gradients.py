@@ -64,7 +64,7 @@ def _met(view: BatchAxis, op: tf.Operation) -> Mixed | None:
     summed = {p.op.name for p, t in zip(probes, results, strict=True) if not isinstance(view[t], Batch)}
     inputs = list(op.inputs)
     grads = tf.gradients(results, inputs, probes, stop_gradients=inputs) if results else []
-    if again := side_effects(graph.get_operations()[before:]):
+    if again := {op.type for op in side_effects(graph.get_operations()[before:])}:
         return mixed(
             op, f"has a gradient of its own (tf.custom_gradient) that draws or writes ({', '.join(sorted(again))})"
         )

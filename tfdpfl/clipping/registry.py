@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Protocol
 
@@ -141,6 +141,19 @@ class Op:
         `loss.PerExampleLoss`, op) -> `loss.Term`; None if it combines examples. Without it, the loss is refused.
       adds: whether it adds its inputs up, so that weights among them can be set apart from a loss.
       lengths: of an op that reads the shape of its input, what it makes of it: (shape) -> output.
+      folds: its output, given the values of its inputs: (op, *arrays) -> array, or None if that cannot be told.
+      arranges: whether ``folds`` only puts entries in other places, so that some may be unknown.
+      value: the value of an output where some input has none: (output) -> array or None.
+      order: of an op that gives out its first input, whatever its type: in which order it puts the axes; None if that
+        cannot be told.
+      undo: of another op that gives out the entries of its first input, moved about or negated: (op, a gradient of the
+        output, whether its first axis is the units) -> that of the input; None if that cannot be told.
+      runs: the attributes that name the functions that it runs.
+      enters: whether it gives out what the graph takes in from outside.
+      reads: whether it reads a variable, its first input, and writes to none.
+      random: whether it gives out random numbers.
+      movable: whether it may run elsewhere in its own stead, though it has a state, because no other op reads that.
+      repeatable: whether it may run as often as one likes, though it has a state.
     """
 
     moves: Move | None = None
@@ -149,6 +162,17 @@ class Op:
     tail: Callable[[Any, tf.Operation], Any] | None = None
     adds: bool = False
     lengths: Callable[[tf.Tensor], tf.Tensor] | None = None
+    folds: Callable[..., Any] | None = None
+    arranges: bool = False
+    value: Callable[[tf.Tensor], np.ndarray | None] | None = None
+    order: Callable[[tf.Operation], Sequence[int] | None] | None = None
+    undo: Callable[[tf.Operation, tf.Tensor, bool], tf.Tensor | None] | None = None
+    runs: tuple[str, ...] = ()
+    enters: bool = False
+    reads: bool = False
+    random: bool = False
+    movable: bool = False
+    repeatable: bool = False
 
 
 OPS: dict[str, Op] = {}

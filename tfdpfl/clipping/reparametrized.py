@@ -3,7 +3,7 @@ that is used in two places."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, EmbeddingGradient, OuterProductGradient
 from tfdpfl.clipping.graph import constant, key
+from tfdpfl.clipping.registry import look_up
 
 __all__ = [
     "Part",
@@ -39,40 +40,51 @@ class Part(NamedTuple):
     replayed: bool
 
 
-_UNMOVED = frozenset("Identity Cast Snapshot".split())
-_ISOMETRIC = _UNMOVED | frozenset("Reshape ExpandDims Squeeze Transpose Neg".split())
-
-
-def _rounds(op: tf.Operation) -> bool:
-    """Whether a Cast goes to or from what has no gradient."""
-    return not (op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating)
+def links(weight: tf.Tensor, root: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops that make a weight of its root by their first inputs, the last first."""
+    while weight is not root:
+        yield weight.op
+        weight = weight.op.inputs[0]
 
 
 def isometric(weight: tf.Tensor, root: tf.Tensor) -> bool:
     """Whether the weight is the root's entries moved about (or negated), so that gradients keep their norm."""
-    t = weight
-    while t is not root:
-        if t.op.type not in _ISOMETRIC or (t.op.type == "Cast" and _rounds(t.op)):
-            return False
-        t = t.op.inputs[0]
-    return True
+    return all(map(_is_isometric, links(weight, root)))
+
+
+def _is_isometric(op: tf.Operation) -> bool:
+    known = look_up(op)
+    if known.order is None and known.undo is None:
+        return False
+    source, to = op.inputs[0].dtype, op.outputs[0].dtype
+    return source == to or (source.is_floating and to.is_floating)  # else a Cast has no gradient
 
 
 def unmoved(weight: tf.Tensor, root: tf.Tensor) -> bool:
     """Whether the weight is the root itself, whatever its type."""
-    return isometric(weight, root) and all(link[0] in _UNMOVED for link in chain(weight, root))
+    return all(
+        _is_isometric(op) and (order := _order(op)) is not None and _is_sorted(order) for op in links(weight, root)
+    )
+
+
+def _order(op: tf.Operation) -> Sequence[int] | None:
+    """In which order an op puts the axes of its first input, if it does no more than that."""
+    order = look_up(op).order
+    return None if order is None else order(op)
+
+
+def _is_sorted(order: Sequence[int]) -> bool:
+    return list(order) == sorted(order)
 
 
 def chain(weight: tf.Tensor, root: tf.Tensor) -> tuple:
     """Returns what happens between the root and the weight, to tell whether two uses read the same entries."""
-    links = []
-    t = weight
-    while t is not root:
-        values = [constant(x) for x in list(t.op.inputs)[1:]]
-        known = [v.tobytes() for v in values if v is not None]
-        links.append((t.op.type, tuple(t.shape), tuple(known) if len(known) == len(values) else t.op.name))
-        t = t.op.inputs[0]
-    return tuple(links)
+    found = []
+    for op in links(weight, root):
+        values = [constant(x) for x in list(op.inputs)[1:]]
+        known = tuple(v.tobytes() for v in values if v is not None)
+        found.append((op.type, tuple(op.outputs[0].shape), known if len(known) == len(values) else op.name))
+    return tuple(found)
 
 
 def vocabulary_side(first: Part, second: Part) -> tuple[tf.Tensor, tf.Tensor] | None:
@@ -95,16 +107,12 @@ def vocabulary_side(first: Part, second: Part) -> tuple[tf.Tensor, tf.Tensor] | 
 
 def turned_over(weight: tf.Tensor, root: tf.Tensor) -> bool | None:
     """Whether a matrix is the root transposed; None if it is more than the root or that."""
-    turned, t = False, weight
-    while t is not root:
-        if t.op.type == "Transpose":
-            order = constant(t.op.inputs[1])
-            if order is None:
-                return None
-            turned ^= order.tolist() == [1, 0]
-        elif t.op.type not in _UNMOVED:
+    turned = False
+    for op in links(weight, root):
+        order = _order(op)
+        if order is None:
             return None
-        t = t.op.inputs[0]
+        turned ^= not _is_sorted(order)
     return turned
 
 
@@ -123,24 +131,25 @@ def carried_back(x: tf.Tensor, weight: tf.Tensor, root: tf.Tensor, units: bool) 
     if the weight is more than the root's entries moved about."""
     if not isometric(weight, root):
         return None
-    lead = [x.shape[0] or -1] if units else []
-    t = weight
-    while t is not root:
-        source = t.op.inputs[0]
-        if t.op.type == "Transpose":
-            order = constant(t.op.inputs[1])
-            if order is None:
-                return None
-            back = [int(i) + len(lead) for i in np.argsort(order)]
-            x = tf.transpose(x, [*range(len(lead)), *back])
-        elif t.op.type == "Neg":
-            x = -x
-        elif t.op.type not in _UNMOVED:  # a new shape
-            if not source.shape.is_fully_defined():
-                return None
-            x = tf.reshape(x, [*lead, *source.shape])
-        t = source
+    for op in links(weight, root):
+        moved = _undone(op, x, units)
+        if moved is None:
+            return None
+        x = moved
     return x
+
+
+def _undone(op: tf.Operation, x: tf.Tensor, units: bool) -> tf.Tensor | None:
+    """A gradient of an op's output carried back to its first input."""
+    undo, order = look_up(op).undo, _order(op)
+    if undo is not None:
+        return undo(op, x, units)
+    if order is None:
+        return None
+    if _is_sorted(order):
+        return x
+    back = [int(i) + units for i in np.argsort(order)]
+    return tf.transpose(x, [0, *back] if units else back)
 
 
 def formed_at_roots(

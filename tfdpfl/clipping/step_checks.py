@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import BODIES, CALLS, body_graphs
+from tfdpfl.clipping.graph import body_graphs, handed_on, is_branch, is_call, is_loop
 from tfdpfl.clipping.ops.control_flow import join
 from tfdpfl.clipping.refusals import mixing
+from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_batch_free
 from tfdpfl.clipping.variable_writes import tainted
 from tfdpfl.errors import PrivacyError
@@ -74,7 +75,7 @@ def _steps(graph: tf.Graph) -> Iterator[tuple[tf.Graph, list[tf.Graph], bool]]:
     for op in graph.get_operations():
         for body in body_graphs(op):
             for step, path, own in _steps(body):
-                yield step, [*path, graph], own and op.type not in CALLS
+                yield step, [*path, graph], own and not is_call(op)
 
 
 def resource(t: tf.Tensor) -> Handle | None:
@@ -133,9 +134,7 @@ def _written(graph: tf.Graph, handles: frozenset[Handle]) -> set[State]:
     that is called in the one that is traced now."""
     version, asked, found = _WRITTEN.get(graph, (-1, frozenset(), set()))
     if version != graph.version or asked != handles:
-        analysis = BatchAxis(
-            graph, resource, vouched=lambda op: op.type not in CALLS and _holds_a_step(op)
-        )  # `_choices`
+        analysis = BatchAxis(graph, resource, vouched=lambda op: not is_call(op) and _holds_a_step(op))  # `_choices`
         found = tainted(analysis, set(handles))
         _WRITTEN[graph] = graph.version, handles, found
     return found
@@ -157,13 +156,11 @@ def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
     """Checks that no examples decide whether, or how often, a step is taken; whether the data are at their end may.
     ``chosen`` comes to hold the variables that decide."""
     for op in analysis.graph.get_operations():
-        if op.type not in BODIES or not _holds_a_step(op):
+        if not _holds_a_step(op):
             continue
-        states, inputs, look, chooser = [analysis[t] for t in op.inputs], list(op.inputs), analysis, None
-        if op.type.endswith("If"):
-            chooser = inputs.pop(0)
-            states = states[1:]
-        elif op.type.endswith("While"):
+        inputs, look, chooser = handed_on(op), analysis, op.inputs[0] if is_branch(op) else None
+        states = [analysis[t] for t in inputs]
+        if is_loop(op):
             states = _turns(analysis, op, states)
             look, _, condition = analysis.body(op, "cond", inputs, states)
             chooser = condition.outputs[0]
@@ -172,7 +169,7 @@ def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
             if t.op.type != "OptionalHasValue" and not is_batch_free(state):
                 raise _chosen_by_examples(op)
             chosen.update({Handle(None, i): op for i in getattr(state, "deps", ())})
-        for attribute in BODIES[op.type]:
+        for attribute in look_up(op).runs:
             if attribute != "cond":
                 _choices(analysis.body(op, attribute, inputs, states)[0], chosen)
 
@@ -198,7 +195,7 @@ def _turns(analysis: BatchAxis, op: tf.Operation, states: list) -> list:
 
 
 def _chosen_by_examples(op: tf.Operation) -> PrivacyError:
-    how = "as often as examples say" if op.type.endswith("While") else "or leaves it out, and examples decide which"
+    how = "as often as examples say" if is_loop(op) else "or leaves it out, and examples decide which"
     return PrivacyError(f"{op.type} ({op.name!r}) takes a private step {how}. Take the step once on every batch.")
 
 
@@ -239,8 +236,8 @@ def _handed_in(graph: tf.Graph, at: int, around: list[tf.Graph]) -> Iterator[tf.
     for caller in around:
         for op in caller.get_operations():
             if any(body is graph for body in body_graphs(op)):
-                yield op.inputs[at + op.type.endswith("If")]
-                if op.type.endswith("While"):
+                yield handed_on(op)[at]
+                if is_loop(op):
                     yield graph.outputs[at]
 
 

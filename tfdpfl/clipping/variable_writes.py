@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs, key, within
+from tfdpfl.clipping.graph import body_graphs, is_branch, is_call, is_loop, key, within
+from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, State, is_batch_free, mixed
 from tfdpfl.errors import PrivacyError
 
@@ -23,11 +24,10 @@ def assigns(op: tf.Operation, at: int) -> bool:
     if op.type == "SymbolicGradient":  # it runs the function, whose arguments come first, and gives each its gradient
         body = graph_tools.function_graph(op.graph, op.get_attr("f").name, op.inputs[: len(op.outputs)])
         return at < len(body.inputs) and _is_assigned(body.inputs[at])
-    if op.type not in BODIES:
+    if not look_up(op).runs:
         return bool(WRITES.search(op.type) or graph_tools.function_names(op.node_def.attr))
-    at -= op.type.endswith("If")
-    turns = op.type.endswith("While")
-    return any(_is_assigned(body.inputs[at]) or (turns and _moves(body)) for body in body_graphs(op))
+    at -= is_branch(op)
+    return any(_is_assigned(body.inputs[at]) or (is_loop(op) and _moves(body)) for body in body_graphs(op))
 
 
 def _is_assigned(handle: tf.Tensor) -> bool:
@@ -50,11 +50,10 @@ def _moves(body: tf.Graph) -> bool:
     return any(y.dtype == tf.resource and key(graph_tools.source(y)) != key(x) for x, y in pairs)
 
 
-def side_effects(ops: Iterable[tf.Operation]) -> set[str]:
-    """Types of the ops, and of those in their bodies, that write, draw or complain: run elsewhere or once more, they
-    may do or give something else."""
-    reads = ("ReadVariableOp", "ResourceGather")
-    return {op.type for op in within(ops) if op._is_stateful and op.type not in BODIES and op.type not in reads}
+def side_effects(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """The ops, and those in their bodies, that write, draw or complain: run elsewhere or once more, they may do or give
+    something else."""
+    return [op for op in within(ops) if op._is_stateful and not (look_up(op).runs or look_up(op).reads)]
 
 
 # -- variables that hold batch data ------------------------------------------------------------------------------
@@ -97,9 +96,9 @@ def written_from(view: BatchAxis, handles: set[State]) -> tuple[set[State], bool
         known |= new
         found, writing = set(), []
         for op, _ in writes(view, new):
-            if op.type not in CALLS:
+            if not is_call(op):
                 writing.append(op)
-                entries = entries or op.type in BODIES  # may take something in
+                entries = entries or bool(look_up(op).runs)  # may take something in
                 continue
             for inner, _ in view.bodies(op):
                 inside, more = written_from(inner, known)
@@ -117,12 +116,12 @@ def _computed_from(view: BatchAxis, ops: list[tf.Operation]) -> tuple[set[State]
     anything else that enters the graph is among what they are computed from."""
     released = graph_tools.RELEASED.get(view.graph, ())
     read = graph_tools.ancestors(
-        [t for op in ops for t in op.inputs if op.type not in CALLS or t.dtype != tf.resource],
+        [t for op in ops for t in op.inputs if not is_call(op) or t.dtype != tf.resource],
         follow=lambda t: t.op.name not in released,
     )
-    using = [*(op for op in ops if op.type not in CALLS), *read.values()]
+    using = [*(op for op in ops if not is_call(op)), *read.values()]
     resources = {key(t): t for op in using for t in op.inputs if t.dtype == tf.resource}
-    entries = any(op.type in ENTRIES and op.outputs[0].dtype != tf.resource for op in read.values())
+    entries = any(look_up(op).enters and op.outputs[0].dtype != tf.resource for op in read.values())
     return {view.handle(t) for t in resources.values()}, entries
 
 
@@ -133,7 +132,7 @@ def writes(view: BatchAxis, handles: set[State]) -> Iterable[tuple[tf.Operation,
     if view.writers is None:
         view.writers = []
         for op in view.graph.get_operations():
-            if op.type in ("ReadVariableOp", "ResourceGather"):
+            if look_up(op).reads:
                 continue
             resources = [t for i, t in enumerate(op.inputs) if t.dtype == tf.resource and assigns(op, i)]
             if resources:
@@ -148,7 +147,7 @@ def written(view: BatchAxis, handles: set[State]) -> Iterable[State]:
     """Those of the variables that any op of the graph, or of what it calls, may write batch data to."""
     for op, mine in writes(view, handles):
         states = [view[t] for t in op.inputs]
-        if op.type in BODIES:
+        if look_up(op).runs:
             public = flows_by_public_values(view, op, states)
             for inner, _ in view.bodies(op):
                 yield from written(inner, mine)
@@ -162,9 +161,9 @@ def flows_by_public_values(view: BatchAxis, op: tf.Operation, states: list[State
     """Whether no example has a say in which branch is taken, or how often a loop turns."""
     if view.vouched(op):
         return True
-    if op.type.endswith("If"):
+    if is_branch(op):
         return is_batch_free(states[0])
-    if op.type.endswith("While"):
+    if is_loop(op):
         _, (condition,), _ = view.body(op, "cond", list(op.inputs), view.over_turns(op))
         return is_batch_free(condition)
     return True

@@ -15,7 +15,7 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.gradients import Units, Use
-from tfdpfl.clipping.graph import CALLS, inner_call, key
+from tfdpfl.clipping.graph import inner_call, is_call, is_loop, key
 from tfdpfl.clipping.inline_control_flow import InlinedControlFlow
 from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.own_rules import checked
@@ -138,7 +138,7 @@ class WeightUses:
         outputs = [t for t in replay.outputs if key(t) in gradients]
         if not outputs:
             return []
-        kind = max((op.type for op in replay.ops), key=lambda k: k.endswith("While"))
+        kind = max(replay.ops, key=is_loop).type
         parts: list[Part] = []
         made = replay.gradients(outputs, [gradients[key(t)] for t in outputs], units, sizes)
         for t, formed in zip(replay.weights, made, strict=True):
@@ -215,7 +215,7 @@ class WeightUses:
             state = self._a[op.outputs[0]]
             if isinstance(state, Public) and state.deps:
                 yield next(iter(state.deps)), op.outputs[0]
-        elif op.type in CALLS or op.type == "ResourceGather":  # what reads by itself
+        elif is_call(op) or look_up(op).reads:  # what reads by itself
             yield from ((i, t) for t in op.inputs if (i := self._number(t)) is not None)
         yield from ((self._given[key(t)], t) for t in op.inputs if key(t) in self._given)
 

@@ -390,7 +390,7 @@ def _check_draws(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], numb
 def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: float) -> tf.Operation | None:
     """The op that reads at random from a table of so many rows; ``given`` says of inputs whether they are such a table,
     and whether they are random."""
-    from tfdpfl.clipping.graph import BODIES, body_graphs
+    from tfdpfl.clipping.graph import body_graphs, is_branch
 
     states: dict[str, tuple[bool, bool]] = {}
     for op in graph.get_operations():
@@ -401,8 +401,8 @@ def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: fl
         random, draws = _is_random(op), any(drawn for _, drawn in inputs)
         if inputs and inputs[0][0] and (random or draws) and _selects(op):
             return op
-        bodies = body_graphs(op) if op.type in BODIES else ()
-        handed = inputs[1:] if op.type.endswith("If") else inputs
+        bodies = list(body_graphs(op))
+        handed = inputs[is_branch(op) :]
         for body in bodies:
             found = _drawn_from(body, {t.op.name: s for t, s in zip(body.inputs, handed, strict=False)}, number)
             if found is not None:

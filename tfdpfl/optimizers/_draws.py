@@ -28,7 +28,8 @@ from tensorflow.core.framework import attr_value_pb2
 from tfdpfl._variables import in_memory
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import BODIES, CALLS, ENTRIES, body_graphs
+from tfdpfl.clipping.graph import body_graphs, is_branch, is_call
+from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.source import Source
@@ -81,7 +82,7 @@ def _mix(op: tf.Operation, bits: Callable[[], tf.Tensor]) -> None:
         op._update_input(at, _mixed(op.inputs[at], bits()))
     for at in sorted(_seed_inputs(op)):
         _replace_state(op, at)
-    if op.type in BODIES and op.type not in CALLS:  # TensorFlow's gradient of a call brings its function back
+    if look_up(op).runs and not is_call(op):  # TensorFlow's gradient of a call brings its function back
         graph_tools.rewrite_bodies(op, _reseed)
 
 
@@ -138,9 +139,8 @@ def _look(view: BatchAxis, ops: Iterable[tf.Operation], secret: bool, outermost:
             found = True
             if secret:
                 _check_seed(op, outermost)
-        if op.type in BODIES:
-            for inner, graph in view.bodies(op):
-                found |= _look(inner, graph.get_operations(), secret, False)
+        for inner, graph in view.bodies(op):
+            found |= _look(inner, graph.get_operations(), secret, False)
     return found
 
 
@@ -178,7 +178,7 @@ def _is_seeded(op: tf.Operation) -> bool:
 
 def _key_input(op: tf.Operation) -> int | None:
     """Returns which input of an op that draws says what it draws."""
-    if not op.type.startswith("Stateless") or op.type in BODIES or op.type == "StatelessRandomGetKeyCounter":
+    if not op.type.startswith("Stateless") or look_up(op).runs or op.type == "StatelessRandomGetKeyCounter":
         return None
     names = [each.name for each in op.op_def.input_arg]
     return next((names.index(name) for name in ("key", "seed") if name in names), None)
@@ -187,7 +187,7 @@ def _key_input(op: tf.Operation) -> int | None:
 def _is_constant(t: tf.Tensor) -> bool:
     """Returns whether a value is the same in every step: nothing goes into it that a program may change."""
     for op in graph_tools.ancestors([t]).values():
-        if op.type in ENTRIES:
+        if look_up(op).enters:
             outer = graph_tools.origin(op.outputs[0])
             if op.outputs[0].dtype == tf.resource or isinstance(getattr(outer, "graph", None), tf.Graph):
                 return False
@@ -209,8 +209,7 @@ def _mixed(t: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
 
 def _seed_inputs(op: tf.Operation) -> set[int]:
     """Returns which inputs of a call, a loop or a branch are variables that it draws from."""
-    skip = 1 if op.type.endswith("If") else 0
-    return {i + skip for body in body_graphs(op) for i in _states(body)}
+    return {i + is_branch(op) for body in body_graphs(op) for i in _states(body)}
 
 
 def _states(body: tf.Graph) -> Iterator[int]:

@@ -106,7 +106,7 @@ def _graph(function: Callable[..., Nest], arguments: tuple, model: Model) -> str
         if outer.dtype == tf.resource and id(outer) not in places:
             raise Unlike("it keeps a state that is no weight of the model")
         captures.append(places[id(outer)] if outer.dtype == tf.resource else np.asarray(outer).tobytes().hex())
-    states = sorted(kind for kind in side_effects(graph.get_operations()) if not _ALLOWED.search(kind))
+    states = sorted(op.type for op in side_effects(graph.get_operations()) if not _ALLOWED.search(op.type))
     if states:
         raise Unlike(f"it runs {states[0]}, which may keep a state")
     return hashlib.sha256(json.dumps([captures, _ops(graph)]).encode()).hexdigest()

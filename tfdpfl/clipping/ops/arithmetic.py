@@ -7,12 +7,13 @@ import operator
 import re
 import warnings
 
+import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units, Use, summed_to
 from tfdpfl.clipping.graph import channels_first, constant
 from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
-from tfdpfl.clipping.ops.elementwise import ENTRYWISE, alone, compared, elementwise, entrywise_rule, gradient
+from tfdpfl.clipping.ops.elementwise import ENTRYWISE, alone, compared, elementwise, entrywise_rule, gradient, in_order
 from tfdpfl.clipping.refusals import OVERLAP, WEIGHTED
 from tfdpfl.clipping.registry import Move, View, teach
 from tfdpfl.clipping.sizes import is_average
@@ -173,6 +174,18 @@ def minimum(view: View, op: tf.Operation, states: list[State]) -> State | list[S
     return next((s for s in states if isinstance(s, Mixed)), None) or elementwise(view, op, states)
 
 
+def limit(t: tf.Tensor) -> np.ndarray | None:
+    """min(c, max(c, x)) of integers, as bincount writes it."""
+    if t.shape.rank != 0:
+        return None
+    for limit, clipped in (t.op.inputs, t.op.inputs[::-1]):
+        if t.dtype.is_integer and clipped.op.type == "Maximum" and limit.shape.rank == 0:
+            top, floors = constant(limit), [constant(i) for i in clipped.op.inputs]
+            if top is not None and any(f is not None and f >= top for f in floors):
+                return top
+    return None
+
+
 def alike(op: tf.Operation, x: Power, y: Power) -> Entry | None:
     return x if x == y and x[1] else None
 
@@ -192,15 +205,19 @@ def negative(op: tf.Operation, x: Power) -> Entry:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("Add", "AddV2", moves=ENTRYWISE, rule=of_sum, size=sum_of_sizes, tail=addition, adds=True)
+teach("Add", "AddV2", moves=ENTRYWISE, rule=of_sum, size=sum_of_sizes, tail=addition, adds=True,
+      folds=lambda op, x, y: x + y)  # fmt: skip
 teach("AddN", moves=ENTRYWISE, rule=of_sum, tail=addition, adds=True)
 teach("Sub", moves=ENTRYWISE, rule=of_difference, size=functools.partial(sum_of_sizes, sign=-1),
-      tail=addition, adds=True)  # fmt: skip
+      tail=addition, adds=True, folds=lambda op, x, y: x - y)  # fmt: skip
 teach("BiasAdd", moves=Move(bias_add, data=None, mixed=True), rule=of_bias)
-teach("Mul", moves=ENTRYWISE, rule=of_product, size=product_of_sizes, tail=product)
+teach("Mul", moves=ENTRYWISE, rule=of_product, size=product_of_sizes, tail=product,
+      folds=lambda op, x, y: x * y)  # fmt: skip
 teach("RealDiv", "Div", "DivNoNan", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes, tail=quotient)
 teach("FloorDiv", "TruncateDiv", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes)
-teach("Neg", moves=ENTRYWISE, rule=gradient, size=negative, tail=alone)
-teach("Cast", moves=ENTRYWISE, rule=gradient, size=cast_size, tail=alone)
+teach("Neg", moves=ENTRYWISE, rule=gradient, size=negative, tail=alone, undo=lambda op, x, units: -x)
+teach("Cast", moves=ENTRYWISE, rule=gradient, size=cast_size, tail=alone, order=in_order,
+      arranges=True, folds=lambda op, x: x)  # fmt: skip
 teach("Maximum", moves=ENTRYWISE, rule=gradient, size=alike, tail=compared)
-teach("Minimum", moves=Move(minimum, data=None, mixed=True), rule=gradient, size=alike, tail=compared)
+teach("Minimum", moves=Move(minimum, data=None, mixed=True), rule=gradient, size=alike, tail=compared, value=limit)
+teach("FloorMod", moves=ENTRYWISE, rule=gradient, folds=lambda op, x, y: x % y)

@@ -1,12 +1,13 @@
-"""Calls, branches and loops."""
+"""Calls, branches and loops, and what a graph takes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import tensorflow as tf
 
-from tfdpfl.clipping.graph import CALLS, constant
+from tfdpfl.clipping.graph import constant, function_graph
 from tfdpfl.clipping.registry import Move, teach
 from tfdpfl.clipping.states import (
     BY_POSITION,
@@ -148,11 +149,22 @@ def reverse_sequence(view, op, states):
     return mixed(op, "works along the batch axis")
 
 
+def given_out(t: tf.Tensor) -> np.ndarray | None:
+    """Of a call, a number or a list of integers that its body gives out."""
+    if not t.dtype.is_integer or t.shape.rank not in (0, 1):
+        return None
+    return constant(function_graph(t.graph, t.op.get_attr("f").name, t.op.inputs).outputs[t.value_index])
+
+
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach(*CALLS, moves=Move(call, any_rank=True, entries=True))
-teach("If", "StatelessIf", moves=Move(branch, data=None, any_rank=True, mixed=True))
+teach("PartitionedCall", "StatefulPartitionedCall", moves=Move(call, any_rank=True, entries=True), value=given_out,
+      runs=("f",))  # fmt: skip
+teach("If", "StatelessIf", moves=Move(branch, data=None, any_rank=True, mixed=True),
+      runs=("then_branch", "else_branch"))  # fmt: skip
 teach("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", moves=Move(cudnn_loop, data=None, mixed=True, any_rank=True))
-teach("While", "StatelessWhile", moves=Move(loop, any_rank=True, mixed=True))
+teach("While", "StatelessWhile", moves=Move(loop, any_rank=True, mixed=True), runs=("body", "cond"))
 teach("PyFunc", "PyFuncStateless", "EagerPyFunc", moves=Move(python))
 teach("ReverseSequence", moves=Move(reverse_sequence, data=None))
+teach("Placeholder", "PlaceholderV2", "IteratorGetNext", "OptionalGetValue", "Arg", enters=True)
+teach("Assert", "Print", "PrintV2", repeatable=True)

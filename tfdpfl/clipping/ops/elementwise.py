@@ -30,7 +30,7 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
-__all__ = ["ENTRYWISE", "alone", "compared", "elementwise", "entrywise_rule", "gradient"]
+__all__ = ["ENTRYWISE", "alone", "compared", "elementwise", "entrywise_rule", "gradient", "in_order"]
 
 
 def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
@@ -174,6 +174,10 @@ def same_size(op: tf.Operation, x: Entry) -> Entry:
     return x
 
 
+def in_order(op: tf.Operation) -> Sequence[int]:
+    return range(op.inputs[0].shape.rank or 0)
+
+
 # -- at the end of a loss --------------------------------------------------------------------------------------
 
 
@@ -206,7 +210,7 @@ ENTRYWISE = Move(elementwise, data=None, entries=True)
 
 teach(
     *"""Abs Acos Acosh ApproximateEqual Asin Asinh Atan Atan2 Atanh Betainc BitwiseAnd BitwiseOr BitwiseXor Ceil
-    ClipByValue Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorMod Igamma Igammac Inv Invert IsFinite IsInf
+    ClipByValue Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor Igamma Igammac Inv Invert IsFinite IsInf
     IsNan LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Mod MulNoNan Ndtri NextAfter OnesLike
     Polygamma Pow Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt
     Square SquaredDifference Tan Tanh TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta Bucketize AsString StringToNumber
@@ -216,8 +220,10 @@ teach(
     SoftplusGrad SoftsignGrad SqrtGrad TanhGrad""".split(),
     moves=ENTRYWISE, rule=gradient,
 )  # fmt: skip
-teach("Identity", moves=Move(elementwise, blocks=True, entries=True), rule=gradient, size=same_size, tail=alone)
-teach("Snapshot", "PreventGradient", moves=ENTRYWISE, rule=gradient, size=same_size, tail=alone)
+teach("Identity", moves=Move(elementwise, blocks=True, entries=True), rule=gradient, size=same_size, tail=alone,
+      order=in_order, arranges=True, folds=lambda op, x: x)  # fmt: skip
+teach("Snapshot", moves=ENTRYWISE, rule=gradient, size=same_size, tail=alone, order=in_order)
+teach("PreventGradient", moves=ENTRYWISE, rule=gradient, size=same_size, tail=alone)
 teach("StopGradient", moves=ENTRYWISE, rule=gradient, size=same_size)
 teach("CheckNumerics", moves=ENTRYWISE, rule=gradient, tail=alone)
 teach(

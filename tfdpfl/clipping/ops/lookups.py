@@ -155,10 +155,11 @@ def looked_up(use: Use, units: Units) -> Contribution | None:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("ReadVariableOp", moves=Move(read))
-teach("ResourceGather", moves=Move(read_rows, data=None), rule=looked_up)
+teach("ReadVariableOp", moves=Move(read), reads=True)
+teach("ResourceGather", moves=Move(read_rows, data=None), rule=looked_up, reads=True)
 teach("VarIsInitializedOp", moves=Move(is_initialized))
 teach("GatherV2", moves=Move(gather, data=None), rule=looked_up)
 teach("Where", moves=Move(places, entries=True))
 teach("GatherNd", moves=Move(at_places, data=None, entries=True))
-teach("LookupTableFindV2", moves=Move(find, data=None))
+teach("LookupTableFindV2", moves=Move(find, data=None), repeatable=True)
+teach("ResourceGatherNd", "VariableShape", repeatable=True)

@@ -8,16 +8,7 @@ from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import shaped
 from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
 
-__all__ = ["DRAWS", "RANDOM"]
-
-# Draw from a kernel's own state, and write nothing that another op reads.
-DRAWS = frozenset("RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt".split())
-RANDOM = DRAWS | frozenset(
-    """StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2
-    StatelessTruncatedNormal StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
-    StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniform StatefulStandardNormalV2
-    StatefulTruncatedNormal""".split()
-)
+__all__: list[str] = []
 
 
 def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
@@ -47,7 +38,14 @@ def candidates(view, op, states):
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach(*RANDOM, moves=Move(drawn, data=None))
+# These draw from a kernel's own state, and write nothing that another op reads.
+teach("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt",
+      moves=Move(drawn, data=None), random=True, movable=True)  # fmt: skip
+teach(
+    *"""StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2
+    StatelessTruncatedNormal StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
+    StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniform StatefulStandardNormalV2
+    StatefulTruncatedNormal""".split(), moves=Move(drawn, data=None), random=True)  # fmt: skip
 teach("RandomShuffle", moves=moves_examples(shuffled))
 teach("RngReadAndSkip", moves=Move(skipped, data=None))
 teach("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler", moves=Move(candidates))

@@ -172,7 +172,9 @@ def own_statistics(numbers, states) -> bool:
 # -- the records ------------------------------------------------------------------------------------------------------
 
 teach("Sum", "Mean", moves=Move(reduced, data=0), tail=total)
-teach("Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin", moves=Move(reduced, data=0))
+teach("Prod", moves=Move(reduced, data=0),
+      folds=lambda op, x, axes: None if op.outputs[0].shape.rank else np.prod(x))  # fmt: skip
+teach("Max", "Min", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin", moves=Move(reduced, data=0))
 teach("L2Loss", tail=half_of_squares)
 teach("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2",
       moves=moves_examples(functools.partial(along_given, setting=1)))  # fmt: skip

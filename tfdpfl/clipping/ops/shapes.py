@@ -518,6 +518,45 @@ def broadcast(use: Use, units: Units) -> Contribution | None:
     return summed_to(g, use.out, use.shape, units)
 
 
+# -- constants --------------------------------------------------------------------------------------------------
+
+
+def one_entry(t: tf.Tensor) -> np.ndarray | None:
+    """One entry of a vector."""
+    if t.shape.rank != 0:
+        return None
+    vector, at = constant(t.op.inputs[0]), constant(t.op.inputs[1])
+    if vector is None or at is None or vector.ndim != 1 or t.op.get_attr("shrink_axis_mask") != 1:
+        return None
+    return vector[at[0]]
+
+
+def cut(t: tf.Tensor) -> np.ndarray | None:
+    """A slice of constants."""
+    whole, begins, lengths = (constant(i) for i in t.op.inputs)
+    if whole is None or begins is None or lengths is None:
+        return None
+    return whole[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begins, lengths, strict=True))]
+
+
+def integers(shape: np.ndarray) -> list[int]:
+    """The entries of a shape, some of which may be unknown: then a ValueError says so."""
+    return [int(n) for n in shape]
+
+
+# -- weights that are made of variables ----------------------------------------------------------------------------
+
+
+def permutation(op: tf.Operation) -> list[int] | None:
+    order = constant(op.inputs[1])
+    return None if order is None else order.tolist()
+
+
+def in_old_shape(op: tf.Operation, x: tf.Tensor, units: bool) -> tf.Tensor | None:
+    shape = op.inputs[0].shape
+    return tf.reshape(x, [*([x.shape[0] or -1] if units else []), *shape]) if shape.is_fully_defined() else None
+
+
 # -- at the end of a loss ------------------------------------------------------------------------------------------
 
 
@@ -587,21 +626,28 @@ teach("ShapeN", moves=Move(shapes, mixed=True, any_rank=True, blocks=True), leng
 teach("Size", moves=Move(size, mixed=True, any_rank=True), lengths=tf.reduce_prod)
 teach("Rank", moves=Move(rank, mixed=True, any_rank=True))
 teach("Const", moves=Move(const))
-teach("Range", moves=Move(numbered, data=None))
+teach("Range", moves=Move(numbered, data=None), folds=lambda op, *given: np.arange(*given))
 teach("DynamicStitch", moves=Move(stitched, data=None))
-teach("Fill", moves=Move(filled, data=None))
-teach("Reshape", moves=Move(reshape, data=0, sizes=(1,), mixed=True, blocks=True), tail=total_reshaped)
-teach("ExpandDims", moves=Move(expand_dims, data=0, blocks=True), tail=total_expanded)
-teach("Squeeze", moves=Move(squeeze, blocks=True), tail=total_squeezed)
-teach("Transpose", moves=Move(transpose, data=0))
-teach("ConcatV2", moves=Move(concat, data=None))
-teach("Pack", moves=Move(stack), tail=totals_stacked)
+teach("Fill", moves=Move(filled, data=None), arranges=True,
+      folds=lambda op, shape, x: np.full(integers(shape), x))  # fmt: skip
+teach("Reshape", moves=Move(reshape, data=0, sizes=(1,), mixed=True, blocks=True), tail=total_reshaped,
+      undo=in_old_shape, arranges=True, folds=lambda op, x, shape: np.reshape(x, integers(shape)))  # fmt: skip
+teach("ExpandDims", moves=Move(expand_dims, data=0, blocks=True), tail=total_expanded, undo=in_old_shape,
+      arranges=True, folds=lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])))  # fmt: skip
+teach("Squeeze", moves=Move(squeeze, blocks=True), tail=total_squeezed, undo=in_old_shape)
+teach("Transpose", moves=Move(transpose, data=0), order=permutation,
+      arranges=True, folds=lambda op, x, order: np.transpose(x, integers(order)))  # fmt: skip
+teach("InvertPermutation", folds=lambda op, x: np.argsort(x))
+teach("ConcatV2", moves=Move(concat, data=None), arranges=True,
+      folds=lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])))  # fmt: skip
+teach("Pack", moves=Move(stack), tail=totals_stacked, arranges=True,
+      folds=lambda op, *parts: np.stack(parts, op.get_attr("axis")))  # fmt: skip
 teach("Unpack", moves=Move(unstack))
 teach("Split", moves=Move(split, data=1))
 teach("SplitV", moves=Move(split_by_lengths, data=0))
-teach("StridedSlice", moves=Move(strided_slice, data=0, sizes=(2,)))
+teach("StridedSlice", moves=Move(strided_slice, data=0, sizes=(2,)), value=one_entry)
 teach("StridedSliceGrad", moves=moves_examples(strided_slice_gradient, data=4, sizes=(0,)))
-teach("Slice", moves=Move(slice_of, data=0, sizes=(2,)))
+teach("Slice", moves=Move(slice_of, data=0, sizes=(2,)), value=cut)
 teach("ConcatOffset", moves=Move(offsets, data=None))
 teach("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", moves=moves_examples(pad))
 teach("Tile", moves=Move(tile, data=0, sizes=(1,)), rule=broadcast)
