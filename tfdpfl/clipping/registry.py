@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, State, mixed
+from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, Size, State, mixed
 
 __all__ = [
     "ENDS",
@@ -72,6 +72,8 @@ class View(Protocol):
 # (the `View` that asks, the op, its inputs' states) -> the state of all outputs, or a list of each one's; None to
 # leave the op to what holds for any: public if all that it takes in is, else mixed.
 Transfer = Callable[[Any, tf.Operation, list[State]], "State | list[State] | None"]
+# As a `Transfer`, for the state of one input.
+Of = Callable[[Any, tf.Operation, Any], "State | list[State] | None"]
 # (a `gradients.Use`, `gradients.Units`) -> a `gradients.Contribution`, the units' gradients; None leaves the use to the
 # exact fallback.
 Rule = Callable[[Any, Any], Any]
@@ -116,16 +118,20 @@ class Move:
 
 
 def moves_examples(
-    move: Callable[[Any, tf.Operation, Batch], State | list[State] | None], data: int = 0, **settings: Any
-) -> Move:
-    """Returns a `Move` of the examples of input ``data``: ``move`` gets the `View`, the op and that input's `Batch`. If
-    that input has none, the op is as any; all other inputs are settings."""
+    move: Of, data: int = 0, *, of_size: Of | None = None, of_public: Of | None = None, of_mixed: Of | None = None,
+    **settings: Any,
+) -> Move:  # fmt: skip
+    """Returns a `Move` that goes by the state of input ``data``: ``move`` gets the `View`, the op and that input's
+    `Batch`; likewise ``of_size`` a `Size` and ``of_public`` what is `Public`, and ``of_mixed`` the first input that is
+    `Mixed`. Without these, the op is as any. All other inputs are settings."""
+    by_kind = {Batch: move, Size: of_size, Public: of_public, Mixed: of_mixed}
 
     def transfer(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
-        state = states[data]
-        return move(view, op, state) if isinstance(state, Batch) else None
+        state = next((s for s in states if isinstance(s, Mixed)), states[data])
+        own = by_kind.get(type(state))
+        return own(view, op, state) if own is not None else None
 
-    return Move(transfer, data, **settings)
+    return Move(transfer, data, mixed=of_mixed is not None, **settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,19 +205,41 @@ def negative(op: tf.Operation, x: Power) -> Entry:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("Add", "AddV2", moves=ENTRYWISE, rule=of_sum, size=sum_of_sizes, tail=addition, adds=True,
-      folds=lambda op, x, y: x + y)  # fmt: skip
+teach(
+    "Add",
+    "AddV2",
+    moves=ENTRYWISE,
+    rule=of_sum,
+    size=sum_of_sizes,
+    tail=addition,
+    adds=True,
+    folds=lambda op, x, y: x + y,
+)
 teach("AddN", moves=ENTRYWISE, rule=of_sum, tail=addition, adds=True)
-teach("Sub", moves=ENTRYWISE, rule=of_difference, size=functools.partial(sum_of_sizes, sign=-1),
-      tail=addition, adds=True, folds=lambda op, x, y: x - y)  # fmt: skip
+teach(
+    "Sub",
+    moves=ENTRYWISE,
+    rule=of_difference,
+    size=functools.partial(sum_of_sizes, sign=-1),
+    tail=addition,
+    adds=True,
+    folds=lambda op, x, y: x - y,
+)
 teach("BiasAdd", moves=Move(bias_add, data=None, mixed=True), rule=of_bias)
-teach("Mul", moves=ENTRYWISE, rule=of_product, size=product_of_sizes, tail=product,
-      folds=lambda op, x, y: x * y)  # fmt: skip
+teach("Mul", moves=ENTRYWISE, rule=of_product, size=product_of_sizes, tail=product, folds=lambda op, x, y: x * y)
 teach("RealDiv", "Div", "DivNoNan", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes, tail=quotient)
 teach("FloorDiv", "TruncateDiv", moves=ENTRYWISE, rule=gradient, size=quotient_of_sizes)
 teach("Neg", moves=ENTRYWISE, rule=gradient, size=negative, tail=alone, undo=lambda op, x, units: -x)
-teach("Cast", moves=ENTRYWISE, rule=gradient, size=cast_size, tail=alone, order=in_order,
-      arranges=True, folds=lambda op, x: x)  # fmt: skip
+teach(
+    "Cast",
+    moves=ENTRYWISE,
+    rule=gradient,
+    size=cast_size,
+    tail=alone,
+    order=in_order,
+    arranges=True,
+    folds=lambda op, x: x,
+)
 teach("Maximum", moves=ENTRYWISE, rule=gradient, size=alike, tail=compared)
 teach("Minimum", moves=Move(minimum, data=None, mixed=True), rule=gradient, size=alike, tail=compared, value=limit)
 teach("FloorMod", moves=ENTRYWISE, rule=gradient, folds=lambda op, x, y: x % y)

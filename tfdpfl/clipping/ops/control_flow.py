@@ -158,10 +158,16 @@ def given_out(t: tf.Tensor) -> np.ndarray | None:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("PartitionedCall", "StatefulPartitionedCall", moves=Move(call, any_rank=True, entries=True), value=given_out,
-      runs=("f",))  # fmt: skip
-teach("If", "StatelessIf", moves=Move(branch, data=None, any_rank=True, mixed=True),
-      runs=("then_branch", "else_branch"))  # fmt: skip
+teach(
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    moves=Move(call, any_rank=True, entries=True),
+    value=given_out,
+    runs=("f",),
+)
+teach(
+    "If", "StatelessIf", moves=Move(branch, data=None, any_rank=True, mixed=True), runs=("then_branch", "else_branch")
+)
 teach("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", moves=Move(cudnn_loop, data=None, mixed=True, any_rank=True))
 teach("While", "StatelessWhile", moves=Move(loop, any_rank=True, mixed=True), runs=("body", "cond"))
 teach("PyFunc", "PyFuncStateless", "EagerPyFunc", moves=Move(python))

@@ -220,8 +220,16 @@ teach(
     SoftplusGrad SoftsignGrad SqrtGrad TanhGrad""".split(),
     moves=ENTRYWISE, rule=gradient,
 )  # fmt: skip
-teach("Identity", moves=Move(elementwise, blocks=True, entries=True), rule=gradient, size=same_size, tail=alone,
-      order=in_order, arranges=True, folds=lambda op, x: x)  # fmt: skip
+teach(
+    "Identity",
+    moves=Move(elementwise, blocks=True, entries=True),
+    rule=gradient,
+    size=same_size,
+    tail=alone,
+    order=in_order,
+    arranges=True,
+    folds=lambda op, x: x,
+)
 teach("Snapshot", moves=ENTRYWISE, rule=gradient, size=same_size, tail=alone, order=in_order)
 teach("PreventGradient", moves=ENTRYWISE, rule=gradient, size=same_size, tail=alone)
 teach("StopGradient", moves=ENTRYWISE, rule=gradient, size=same_size)

@@ -17,12 +17,7 @@ from tfdpfl.clipping.states import Batch, Public, Size, State, deps, is_batch_fr
 __all__: list[str] = []
 
 
-def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    state = states[0]
-    if isinstance(state, Size):
-        return reduced_size(op, state)
-    if not isinstance(state, Batch):
-        return None
+def reduced(view: View, op: tf.Operation, state: Batch) -> State:
     gone = summed_axes(op)
     if gone is None and op.inputs[0].shape.rank != 1:
         return mixed(op, "reduces over axes that are not known beforehand")
@@ -32,7 +27,7 @@ def reduced(view: View, op: tf.Operation, states: list[State]) -> State | None:
     return Batch(state.axis - (0 if keep else sum(a < state.axis for a in gone)), state.rows)
 
 
-def reduced_size(op: tf.Operation, state: Size) -> Size:
+def reduced_size(view: View, op: tf.Operation, state: Size) -> Size:
     """A product of lengths; of anything else made of them it is not known which power it has."""
     powers = [p for _, p in state.entries]
     of_all = len(powers) == 1 or (op.inputs[0].shape.rank == 1 and summed_axes(op) == {0})
@@ -171,10 +166,12 @@ def own_statistics(numbers, states) -> bool:
 
 # -- the records ------------------------------------------------------------------------------------------------------
 
-teach("Sum", "Mean", moves=Move(reduced, data=0), tail=total)
-teach("Prod", moves=Move(reduced, data=0),
+teach("Sum", "Mean", moves=moves_examples(reduced, of_size=reduced_size), tail=total)
+teach("Prod", moves=moves_examples(reduced, of_size=reduced_size),
       folds=lambda op, x, axes: None if op.outputs[0].shape.rank else np.prod(x))  # fmt: skip
-teach("Max", "Min", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin", moves=Move(reduced, data=0))
+teach(
+    "Max", "Min", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin", moves=moves_examples(reduced, of_size=reduced_size)
+)
 teach("L2Loss", tail=half_of_squares)
 teach("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2",
       moves=moves_examples(functools.partial(along_given, setting=1)))  # fmt: skip

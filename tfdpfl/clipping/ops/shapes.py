@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
 from tfdpfl.clipping.graph import constant, key, known_entries
 from tfdpfl.clipping.loss import PerExampleLoss, Term
-from tfdpfl.clipping.registry import Move, moves_examples, teach
+from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
@@ -102,19 +103,13 @@ def filled(view, op, states):
 # -- new shapes --------------------------------------------------------------------------------------------------
 
 
-def reshape(view, op, states):
-    state = states[0]
-    if met := next((s for s in states if isinstance(s, Mixed)), None):
-        return summed_back(view, op) or met
-    entries = view.entries(op.inputs[1])
-    if isinstance(state, Size):
-        return state
-    if isinstance(state, Public):
-        free = all(p == 0 for _, p in entries)
-        return Public(state.deps, state.alike) if free else mixed(op, "gives public values a batch axis")
-    if not isinstance(state, Batch):
-        return None
-    rank = op.outputs[0].shape.rank
+def kept(view: View, op: tf.Operation, state: State) -> State:
+    """As it was, of an op that gives out the same entries in the same order."""
+    return state
+
+
+def reshape(view: View, op: tf.Operation, state: Batch) -> State:
+    rank, entries = op.outputs[0].shape.rank, view.entries(op.inputs[1])
     if not rank:
         return mixed(op, "has a shape of unknown rank" if rank is None else "drops the batch axis")
     if len(entries) != rank:
@@ -127,6 +122,11 @@ def reshape(view, op, states):
     if state.blocks == 1 or not isinstance(found, Batch):
         return found
     return state if found == whole and state.rows is not None else mixed(op, "moves examples across axes")
+
+
+def reshaped_public(view: View, op: tf.Operation, state: Public) -> State:
+    free = all(power == 0 for _, power in view.entries(op.inputs[1]))
+    return state if free else mixed(op, "gives public values a batch axis")
 
 
 def of_blocks(state: Batch) -> int | None:
@@ -165,9 +165,9 @@ def reshaped_rows(view, op, state: Batch, axis: int, entries: Sequence[Entry]) -
     return Batch(axis, None)
 
 
-def summed_back(view, op) -> State | None:
+def summed_back(view: View, op: tf.Operation, met: Mixed) -> State | None:
     """TensorFlow's gradient of an operand that was broadcast. It is summed over the axes in which the operand has
-    length 1, which only the running step knows, and given the operand's shape."""
+    length 1, which only the running step knows (so that it is `Mixed`), and given the operand's shape."""
     total, shape = op.inputs[0].op, op.inputs[1]
     if total.type != "Sum" or (axes := total.inputs[1]).op.type != "BroadcastGradientArgs":
         return None
@@ -195,45 +195,39 @@ def without_matrices(t: tf.Tensor) -> tf.Tensor:
     return t.op.inputs[0] if plain and starts and (end, strides) == ([-2], [1]) else t
 
 
-def expand_dims(view, op, states):
-    state = states[0]
-    if isinstance(state, Batch):
-        axis = constant(op.inputs[1])
-        if axis is None:
-            return mixed(op, "moves examples across axes")
-        axis = int(np.ravel(axis)[0]) % op.outputs[0].shape.rank
-        return Batch(state.axis + (axis <= state.axis), state.rows, state.blocks)
-    return state if isinstance(state, Size | Public) else None
+def expand_dims(view: View, op: tf.Operation, state: Batch) -> State:
+    axis = constant(op.inputs[1])
+    if axis is None:
+        return mixed(op, "moves examples across axes")
+    axis = int(np.ravel(axis)[0]) % op.outputs[0].shape.rank
+    return Batch(state.axis + (axis <= state.axis), state.rows, state.blocks)
 
 
-def squeeze(view, op, states):
-    state, x = states[0], op.inputs[0]
-    if not isinstance(state, Batch):
-        return state if isinstance(state, Size | Public) else None
-    dims = [d % x.shape.rank for d in op.get_attr("squeeze_dims")]
+def squeeze(view: View, op: tf.Operation, state: Batch) -> State:
+    shape = op.inputs[0].shape
+    dims = [d % shape.rank for d in op.get_attr("squeeze_dims")]
     if not dims:
-        if any(d is None for i, d in enumerate(x.shape) if i != state.axis):
+        if any(d is None for i, d in enumerate(shape) if i != state.axis):
             return mixed(op, "squeezes axes that are not known beforehand")
-        dims = [i for i, d in enumerate(x.shape) if d == 1]
+        dims = [i for i, d in enumerate(shape) if d == 1]
     if state.axis in dims:
         return mixed(op, "drops the batch axis")
     return Batch(state.axis - sum(d < state.axis for d in dims), state.rows, state.blocks)
 
 
-def transpose(view, op, states):
-    state = states[0]
-    if isinstance(state, Batch):
-        perm = view.constant(op.inputs[1])
-        if perm is None:
-            return mixed(op, "moves examples across axes")
-        return Batch(list(perm).index(state.axis), state.rows)
-    if isinstance(state, Size):
-        perm, shape = view.constant(op.inputs[1]), op.inputs[0].shape
-        if perm is None or not shape.is_fully_defined() or shape.num_elements() != len(state.entries):
-            return state.blurred(len(state.entries))
-        places = np.arange(len(state.entries)).reshape(shape).transpose(perm)
-        return Size(tuple(state.entries[i] for i in np.ravel(places)))
-    return state if isinstance(state, Public) else None
+def transpose(view: View, op: tf.Operation, state: Batch) -> State:
+    perm = view.constant(op.inputs[1])
+    if perm is None:
+        return mixed(op, "moves examples across axes")
+    return Batch(list(perm).index(state.axis), state.rows)
+
+
+def transposed_size(view: View, op: tf.Operation, state: Size) -> Size:
+    perm, shape = view.constant(op.inputs[1]), op.inputs[0].shape
+    if perm is None or not shape.is_fully_defined() or shape.num_elements() != len(state.entries):
+        return state.blurred(len(state.entries))
+    places = np.arange(len(state.entries)).reshape(shape).transpose(perm)
+    return Size(tuple(state.entries[i] for i in np.ravel(places)))
 
 
 # -- joining and cutting -----------------------------------------------------------------------------------------
@@ -249,31 +243,25 @@ def concat(view, op, states):
 def joined(view, op, tensors, states, axis):
     batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
-        if any(isinstance(s, Size) for s in states) and not deps(states) and tensors[0].shape.rank == 1:
+        if has_sizes(states) and tensors[0].shape.rank == 1:
             return Size(tuple(e for t in tensors for e in view.entries(t)))
-        if all(isinstance(s, Public) for s in states):
-            return Public(deps(states))
-        return None
+        return Public(deps(states)) if all(isinstance(s, Public) for s in states) else None
     axis = None if axis is None else int(axis) % tensors[0].shape.rank
     if axis is None or len({s.axis for s in batches}) > 1:
         return mixed(op, "joins tensors with different batch axes")
-    if axis == batches[0].axis:
-        return mixed(op, "joins along the batch axis")
-    return together(op, tensors, states)
+    return mixed(op, "joins along the batch axis") if axis == batches[0].axis else together(op, tensors, states)
 
 
-def stack(view, op, states):
-    batches = [s for s in states if isinstance(s, Batch)]
-    if not batches:
-        if any(isinstance(s, Size) for s in states) and not deps(states):
-            if op.inputs[0].shape.rank in (0, 1):
-                of_each = [view.entries(t) for t in op.inputs]
-                below = op.get_attr("axis") % op.outputs[0].shape.rank == 0
-                return Size(tuple(itertools.chain(*(of_each if below else zip(*of_each, strict=True)))))
-            if all(not isinstance(s, Size) or s.batch_free for s in states):
-                return Public()
-        return None
-    if len({s.axis for s in batches}) > 1:
+def has_sizes(states: Sequence[State]) -> bool:
+    """Whether there are sizes among the states, and nothing of weights."""
+    return any(isinstance(s, Size) for s in states) and not deps(states)
+
+
+def stack(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    axes = {s.axis for s in states if isinstance(s, Batch)}
+    if not axes:
+        return stacked_sizes(view, op, states) if has_sizes(states) else None
+    if len(axes) > 1:
         return mixed(op, "joins tensors with different batch axes")
     state = together(op, op.inputs, states)
     if isinstance(state, Mixed):
@@ -282,39 +270,37 @@ def stack(view, op, states):
     return Batch(state.axis + (axis <= state.axis), state.rows)
 
 
-def unstack(view, op, states):
-    state, x = states[0], op.inputs[0]
-    if isinstance(state, Size):
-        return [Size((e,)) for e in state.entries] if len(state.entries) == len(op.outputs) else None
-    if not isinstance(state, Batch):
-        return None
-    axis = op.get_attr("axis") % x.shape.rank
+def stacked_sizes(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    if op.inputs[0].shape.rank in (0, 1):
+        of_each = [view.entries(t) for t in op.inputs]
+        below = op.get_attr("axis") % op.outputs[0].shape.rank == 0
+        return Size(tuple(itertools.chain(*(of_each if below else zip(*of_each, strict=True)))))
+    return Public() if all(not isinstance(s, Size) or s.batch_free for s in states) else None
+
+
+def unstack(view: View, op: tf.Operation, state: Batch) -> State:
+    axis = op.get_attr("axis") % op.inputs[0].shape.rank
     if axis == state.axis:
         return mixed(op, "takes the batch apart")
     return Batch(state.axis - (axis < state.axis), state.rows)
 
 
-def taken_apart(op, data, axis_input, states):
-    state = states[data]
-    if isinstance(state, Size) and op.type == "SplitV" and op.inputs[0].shape.rank == 1:
-        lengths = constant(op.inputs[1])
-        if lengths is not None and -1 not in lengths and sum(lengths) == len(state.entries):
-            ends = np.cumsum(lengths)
-            return [Size(state.entries[e - n : e]) for e, n in zip(ends, lengths, strict=True)]
-    if not isinstance(state, Batch):
-        return None
+def unstacked_size(view: View, op: tf.Operation, state: Size) -> list[State] | None:
+    return [Size((e,)) for e in state.entries] if len(state.entries) == len(op.outputs) else None
+
+
+def split(view: View, op: tf.Operation, state: Batch, data: int = 0, axis_input: int = 2) -> State:
     axis = constant(op.inputs[axis_input])
     if axis is None or int(np.ravel(axis)[0]) % op.inputs[data].shape.rank == state.axis:
         return mixed(op, "takes the batch apart")
     return state
 
 
-def split(view, op, states):
-    return taken_apart(op, 1, 0, states)
-
-
-def split_by_lengths(view, op, states):
-    return taken_apart(op, 0, 2, states)
+def split_size(view: View, op: tf.Operation, state: Size) -> list[State] | None:
+    lengths = constant(op.inputs[1])
+    if op.inputs[0].shape.rank != 1 or lengths is None or -1 in lengths or sum(lengths) != len(state.entries):
+        return None
+    return [Size(state.entries[e - n : e]) for e, n in zip(np.cumsum(lengths), lengths, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,15 +334,7 @@ class Slicing:
             yield None, axis + rest, place + rest
 
 
-def strided_slice(view, op, states):
-    state = states[0]
-    if isinstance(state, Size):
-        return sliced_size(op, states)
-    if isinstance(state, Public):
-        free = all(map(is_batch_free, states[1:]))
-        return Public(deps(states), state.alike) if free else mixed(op, "slices by the batch size")
-    if not isinstance(state, Batch):
-        return None
+def strided_slice(view: View, op: tf.Operation, state: Batch) -> State:
     n, ends = op.inputs[1].shape.num_elements(), view.entries(op.inputs[2])
     if n is None or len(ends) != n:
         return mixed(op, "slices in a way that is not known beforehand")
@@ -368,13 +346,19 @@ def strided_slice(view, op, states):
             found = place
         elif i is not None and ends[i][1] != 0 and not slicing.has("end", i):
             return mixed(op, "makes an example's result depend on the batch size")
+    assert found is not None
     return Batch(found, state.rows)
 
 
-def sliced_size(op: tf.Operation, states: list[State]) -> State:
-    state, slicing = states[0], Slicing(op, 1, 1)
-    assert isinstance(state, Size)
-    if any(not isinstance(s, Public | Size) for s in states[1:]):
+def sliced_public(view: View, op: tf.Operation, state: Public) -> State:
+    states = [view[t] for t in op.inputs]
+    free = all(map(is_batch_free, states))
+    return Public(deps(states), state.alike) if free else mixed(op, "slices by the batch size")
+
+
+def sliced_size(view: View, op: tf.Operation, state: Size) -> State:
+    slicing = Slicing(op, 1, 1)
+    if any(not isinstance(view[t], Public | Size) for t in op.inputs[1:]):
         return mixed(op, "has settings that depend on examples")
     if op.inputs[0].shape.rank == 0:  # of a number, a slice can only be given axes
         return state
@@ -419,20 +403,24 @@ def strided_slice_gradient(view, op, state):
     return Batch(found, state.rows)
 
 
-def slice_of(view, op, states):
-    state, x = states[0], op.inputs[0]
+def slice_of(view: View, op: tf.Operation, state: Batch) -> State:
+    shape = op.inputs[0].shape
     begins, entries = view.entries(op.inputs[1]), view.entries(op.inputs[2])
-    if isinstance(state, Size) and x.shape.rank == 1 and len(state.entries) == x.shape[0]:
-        ((begin, at), (length, power)) = begins[0], entries[0]
-        if at == power == 0 and None not in (begin, length):
-            return Size(state.entries[begin : None if length < 0 else begin + length])
-    if not isinstance(state, Batch):
-        return None
-    whole = {(-1, 0), (x.shape[state.axis] or -1, 0), (state.rows or -1, 1)}
-    known = len(begins) == len(entries) == x.shape.rank
+    whole = {(-1, 0), (shape[state.axis] or -1, 0), (state.rows or -1, 1)}
+    known = len(begins) == len(entries) == shape.rank
     if not known or begins[state.axis] != (0, 0) or entries[state.axis] not in whole:
         return mixed(op, "takes some examples of the batch, not all")
     return even(op, entries, state.axis) or state
+
+
+def cut_size(view: View, op: tf.Operation, state: Size) -> Size | None:
+    shape = op.inputs[0].shape
+    if shape.rank != 1 or len(state.entries) != shape[0]:
+        return None
+    (begin, at), (length, power) = view.entries(op.inputs[1])[0], view.entries(op.inputs[2])[0]
+    if at != 0 or power != 0 or begin is None or length is None:
+        return None
+    return Size(state.entries[begin : None if length < 0 else begin + length])
 
 
 def even(op, entries, axis) -> Mixed | None:
@@ -465,32 +453,26 @@ def pad(view, op, state):
 # -- copies ------------------------------------------------------------------------------------------------------
 
 
-def tile(view, op, states):
+def tile(view: View, op: tf.Operation, state: Batch) -> State:
     entries = view.entries(op.inputs[1])
-    state = states[0]
-    if isinstance(state, Batch):
-        if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
-            return mixed(op, "repeats the batch")
-        return even(op, entries, state.axis) or state
-    if isinstance(state, Public) and any(p for _, p in entries):
-        return laid_along(op, op.inputs[0], entries)
-    return None
+    if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
+        return mixed(op, "repeats the batch")
+    return even(op, entries, state.axis) or state
 
 
-def broadcast_to(view, op, states):
-    state = states[0]
+def broadcast_to(view: View, op: tf.Operation, state: Batch) -> State:
+    rank, entries = op.outputs[0].shape.rank, view.entries(op.inputs[1])
+    if rank is None:
+        return mixed(op, "has a shape of unknown rank")
+    if len(entries) != rank:
+        return mixed(op, "has a shape that is not known beforehand")
+    axis = state.axis + rank - op.inputs[0].shape.rank
+    return even(op, entries, axis) or Batch(axis, state.rows)
+
+
+def repeated(view: View, op: tf.Operation, state: Public) -> State | None:
     entries = view.entries(op.inputs[1])
-    if isinstance(state, Batch):
-        rank = op.outputs[0].shape.rank
-        if rank is None:
-            return mixed(op, "has a shape of unknown rank")
-        axis = state.axis + rank - op.inputs[0].shape.rank
-        if len(entries) != rank:
-            return mixed(op, "has a shape that is not known beforehand")
-        return even(op, entries, axis) or Batch(axis, state.rows)
-    if isinstance(state, Public) and any(p != 0 for _, p in entries):
-        return laid_along(op, op.inputs[0], entries)
-    return None
+    return laid_along(op, op.inputs[0], entries) if any(power != 0 for _, power in entries) else None
 
 
 def one_hot(view, op, state):
@@ -628,28 +610,64 @@ teach("Rank", moves=Move(rank, mixed=True, any_rank=True))
 teach("Const", moves=Move(const))
 teach("Range", moves=Move(numbered, data=None), folds=lambda op, *given: np.arange(*given))
 teach("DynamicStitch", moves=Move(stitched, data=None))
-teach("Fill", moves=Move(filled, data=None), arranges=True,
-      folds=lambda op, shape, x: np.full(integers(shape), x))  # fmt: skip
-teach("Reshape", moves=Move(reshape, data=0, sizes=(1,), mixed=True, blocks=True), tail=total_reshaped,
-      undo=in_old_shape, arranges=True, folds=lambda op, x, shape: np.reshape(x, integers(shape)))  # fmt: skip
-teach("ExpandDims", moves=Move(expand_dims, data=0, blocks=True), tail=total_expanded, undo=in_old_shape,
-      arranges=True, folds=lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])))  # fmt: skip
-teach("Squeeze", moves=Move(squeeze, blocks=True), tail=total_squeezed, undo=in_old_shape)
-teach("Transpose", moves=Move(transpose, data=0), order=permutation,
-      arranges=True, folds=lambda op, x, order: np.transpose(x, integers(order)))  # fmt: skip
+teach("Fill", moves=Move(filled, data=None), arranges=True, folds=lambda op, shape, x: np.full(integers(shape), x))
+teach(
+    "Reshape",
+    moves=moves_examples(
+        reshape, of_size=kept, of_public=reshaped_public, of_mixed=summed_back, sizes=(1,), blocks=True
+    ),
+    tail=total_reshaped,
+    undo=in_old_shape,
+    arranges=True,
+    folds=lambda op, x, shape: np.reshape(x, integers(shape)),
+)
+teach(
+    "ExpandDims",
+    moves=moves_examples(expand_dims, of_size=kept, of_public=kept, blocks=True),
+    tail=total_expanded,
+    undo=in_old_shape,
+    arranges=True,
+    folds=lambda op, x, axis: np.expand_dims(x, int(np.ravel(axis)[0])),
+)
+teach(
+    "Squeeze",
+    moves=moves_examples(squeeze, of_size=kept, of_public=kept, blocks=True),
+    tail=total_squeezed,
+    undo=in_old_shape,
+)
+teach(
+    "Transpose",
+    moves=moves_examples(transpose, of_size=transposed_size, of_public=kept),
+    order=permutation,
+    arranges=True,
+    folds=lambda op, x, order: np.transpose(x, integers(order)),
+)
 teach("InvertPermutation", folds=lambda op, x: np.argsort(x))
-teach("ConcatV2", moves=Move(concat, data=None), arranges=True,
-      folds=lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])))  # fmt: skip
-teach("Pack", moves=Move(stack), tail=totals_stacked, arranges=True,
-      folds=lambda op, *parts: np.stack(parts, op.get_attr("axis")))  # fmt: skip
-teach("Unpack", moves=Move(unstack))
-teach("Split", moves=Move(split, data=1))
-teach("SplitV", moves=Move(split_by_lengths, data=0))
-teach("StridedSlice", moves=Move(strided_slice, data=0, sizes=(2,)), value=one_entry)
+teach(
+    "ConcatV2",
+    moves=Move(concat, data=None),
+    arranges=True,
+    folds=lambda op, *parts: np.concatenate(parts[:-1], int(parts[-1])),
+)
+teach(
+    "Pack",
+    moves=Move(stack),
+    tail=totals_stacked,
+    arranges=True,
+    folds=lambda op, *parts: np.stack(parts, op.get_attr("axis")),
+)
+teach("Unpack", moves=moves_examples(unstack, of_size=unstacked_size))
+teach("Split", moves=moves_examples(functools.partial(split, data=1, axis_input=0), data=1))
+teach("SplitV", moves=moves_examples(split, of_size=split_size))
+teach(
+    "StridedSlice",
+    moves=moves_examples(strided_slice, of_size=sliced_size, of_public=sliced_public, sizes=(2,)),
+    value=one_entry,
+)
 teach("StridedSliceGrad", moves=moves_examples(strided_slice_gradient, data=4, sizes=(0,)))
-teach("Slice", moves=Move(slice_of, data=0, sizes=(2,)), value=cut)
+teach("Slice", moves=moves_examples(slice_of, of_size=cut_size, sizes=(2,)), value=cut)
 teach("ConcatOffset", moves=Move(offsets, data=None))
 teach("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", moves=moves_examples(pad))
-teach("Tile", moves=Move(tile, data=0, sizes=(1,)), rule=broadcast)
-teach("BroadcastTo", moves=Move(broadcast_to, data=0, sizes=(1,)), rule=broadcast)
+teach("Tile", moves=moves_examples(tile, of_public=repeated, sizes=(1,)), rule=broadcast)
+teach("BroadcastTo", moves=moves_examples(broadcast_to, of_public=repeated, sizes=(1,)), rule=broadcast)
 teach("OneHot", moves=moves_examples(one_hot))
