@@ -28,6 +28,8 @@ from tfdpfl.clipping.states import (
     Size,
     State,
     deps,
+    first_mixed,
+    has_examples,
     is_batch_free,
     mixed,
     plain,
@@ -149,7 +151,7 @@ class BatchAxis:
         given = found if isinstance(found, list) else [found] * len(op.outputs)
         if not _move_of(op).entries:
             given = [plain(s) for s in given]
-        if look_up(op).runs and not any(isinstance(s, Batch | Items) for s in states):  # the data come in there
+        if look_up(op).runs and not has_examples(states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
             self.sources += [t for t, s in zip(op.outputs, given, strict=False) if isinstance(s, Batch)]
         return given
@@ -171,16 +173,7 @@ class BatchAxis:
                 return mixed(op, "has a gradient of its own (tf.custom_gradient), which is not known")
             self.customised.append(op)
         move = _move_of(op)
-        for state in states:
-            if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
-                return state
-        batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
-        if not move.blocks and any(s.blocks > 1 for _, s in batches):
-            return mixed(op, "is not known to keep examples apart in a dilated window")
-        if not move.any_rank and any(t.shape.rank is None for t, _ in batches):
-            return mixed(op, "has a shape of unknown rank")
-        met = any(isinstance(s, Mixed) for s in states)
-        return _misled(op, states, move, move.data) if isinstance(move.data, int) and not met else None
+        return _unexpected(op, states, move) or _misled(op, states, move)
 
     @staticmethod
     def _may_mix_gradients(op: tf.Operation, states: list[State]) -> bool:
@@ -194,13 +187,13 @@ class BatchAxis:
         result = _move_of(op).transfer(self, op, states)
         if result is not None:
             return result
-        if met := next((s for s in states if isinstance(s, Mixed)), None):
+        if met := first_mixed(states):
             return plain(met)
         if op._is_stateful and any(t.dtype != tf.resource for t in op.outputs):
             return mixed(op, "may give out what an earlier step was given")
         if all(map(is_batch_free, states)):
             return Public(deps(states))
-        if not any(isinstance(s, Batch | Items) for s in states):
+        if not has_examples(states):
             return mixed(op, "makes the result depend on the batch size")
         return mixed(op, "is not known to keep examples apart")
 
@@ -212,15 +205,7 @@ class BatchAxis:
             return given
         outer = graph_tools.captured(t)
         if outer is not None:
-            if not hasattr(outer, "graph") or not isinstance(getattr(outer, "graph", None), tf.Graph):
-                return Public()  # an eager tensor: the same whatever the batch
-            if self.outer is None:
-                self.outer = BatchAxis(outer.graph, self.source, within=True)
-            state = self.outer[outer]
-            if self.outer.checks:  # a length outside cannot be checked from here
-                return mixed(self.outer.checks[0][0].op, "is not known to keep examples apart")
-            self.sources += [t] if isinstance(state, Batch) else []
-            return state
+            return self._captured(t, outer)
         if t.dtype in (tf.resource, tf.variant):
             return Handle(None, t.op.name) if t.dtype == tf.resource else mixed(
                 t.op, "takes in a value that is no tensor")  # fmt: skip
@@ -232,6 +217,17 @@ class BatchAxis:
             return Public()
         self.sources.append(t)
         return Batch(0)
+
+    def _captured(self, t: tf.Tensor, outer: tf.Tensor) -> State:
+        if not isinstance(getattr(outer, "graph", None), tf.Graph):
+            return Public()  # an eager tensor: the same whatever the batch
+        if self.outer is None:
+            self.outer = BatchAxis(outer.graph, self.source, within=True)
+        state = self.outer[outer]
+        if self.outer.checks:  # a length outside cannot be checked from here
+            return mixed(self.outer.checks[0][0].op, "is not known to keep examples apart")
+        self.sources += [t] if isinstance(state, Batch) else []
+        return state
 
     def handle(self, t: tf.Tensor) -> State:
         """The state of a resource: a `Handle`, also of one made in the graph."""
@@ -304,12 +300,26 @@ def _move_of(op: tf.Operation) -> Move:
     return look_up(op).moves or _UNKNOWN
 
 
-def _misled(op: tf.Operation, states: list[State], move: Move, at: int) -> Mixed | None:
-    """An op whose axes, lengths or other settings, of all inputs but number ``at``, depend on examples or on how many
-    there are."""
-    data = states[at]
+def _unexpected(op: tf.Operation, states: list[State], move: Move) -> Mixed | None:
+    """An op with inputs that its move is not made for."""
+    for state in states:
+        if isinstance(state, Mixed) and not (move.mixed or (move.entries and isinstance(state, Entries))):
+            return state
+    batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
+    if not move.blocks and any(s.blocks > 1 for _, s in batches):
+        return mixed(op, "is not known to keep examples apart in a dilated window")
+    if not move.any_rank and any(t.shape.rank is None for t, _ in batches):
+        return mixed(op, "has a shape of unknown rank")
+    return None
+
+
+def _misled(op: tf.Operation, states: list[State], move: Move) -> Mixed | None:
+    """An op whose axes, lengths or other settings depend on examples or on how many there are."""
+    if not isinstance(move.data, int) or first_mixed(states):
+        return None
+    data = states[move.data]
     for i, s in enumerate(states):
-        if i == at or isinstance(s, Public):
+        if i == move.data or isinstance(s, Public):
             continue
         if not isinstance(s, Size):
             return mixed(op, "has settings that depend on examples")

@@ -37,16 +37,7 @@ class Replay:
         self.ops, self.weights, self.shapes, self.a = ops, weights, shapes, analysis
         for op in ops:
             check_unwritten(op, analysis)
-        if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
-            raise self._refusal("it holds a loop or a branch that uses weights, too")
-        # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
-        drawn = {op.type for op in within(ops) if look_up(op).random}
-        if again := drawn | {op.type for op in side_effects(ops) if not look_up(op).repeatable}:
-            raise self._refusal(
-                f"it would draw or write ({', '.join(sorted(again))}) other values than it did for the loss",
-                "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
-                "as they are, not in a tf.function, a loop or a branch.",
-            )
+        self._check_repeatable()
         # Taken now: building a gradient may rewrite loops and calls.
         self.attrs = {op.name: graph_tools.attributes(op) for op in ops}
         made = {key(t) for op in ops for t in op.outputs}
@@ -54,6 +45,18 @@ class Replay:
         self.fed = {op.name: list(op.inputs) for op in ops}
         self.inputs = list({key(t): t for op in ops for t in op.inputs if key(t) not in made}.values())
         self.outputs = [t for op in ops for t in op.outputs if t.dtype.is_floating and isinstance(analysis[t], Batch)]
+
+    def _check_repeatable(self) -> None:
+        if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
+            raise self._refusal("it holds a loop or a branch that uses weights, too")
+        # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
+        drawn = {op.type for op in within(self.ops) if look_up(op).random}
+        if again := drawn | {op.type for op in side_effects(self.ops) if not look_up(op).repeatable}:
+            raise self._refusal(
+                f"it would draw or write ({', '.join(sorted(again))}) other values than it did for the loss",
+                "Do that outside of it; layers that do (Keras 3's random layers write to their seeds) are to be called "
+                "as they are, not in a tf.function, a loop or a branch.",
+            )
 
     def gradients(
         self, outputs: list[tf.Tensor], gs: list[tf.Tensor], units: Units, sizes: PerExampleLoss

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, Size, State, mixed
+from tfdpfl.clipping.states import Batch, Entry, Handle, Mixed, Public, Size, State, batches_of, first_mixed, mixed
 
 __all__ = [
     "ENDS",
@@ -127,7 +127,7 @@ def moves_examples(
     by_kind = {Batch: move, Size: of_size, Public: of_public, Mixed: of_mixed}
 
     def transfer(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
-        state = next((s for s in states if isinstance(s, Mixed)), states[data])
+        state = first_mixed(states) or states[data]
         own = by_kind.get(type(state))
         return own(view, op, state) if own is not None else None
 
@@ -266,7 +266,7 @@ def user_rules() -> frozenset[str]:
 
 
 def _promised(axis: int, _: View, op: tf.Operation, states: list[State]) -> State | None:
-    batches = [s for s in states if isinstance(s, Batch)]
+    batches = batches_of(states)
     if any(s.axis != axis for s in batches):
         return mixed(op, f"was registered with batch_axis={axis}, but the batch is elsewhere")
     return Batch(axis, batches[0].rows) if batches else None

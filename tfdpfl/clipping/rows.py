@@ -5,11 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.states import BY_POSITION, Batch, Entry, Public, Size, State, mixed
+from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.states import (
+    BY_POSITION,
+    Batch,
+    Entry,
+    Mixed,
+    Public,
+    Size,
+    State,
+    batches_of,
+    counts_examples,
+    mixed,
+)
 
-__all__ = ["laid_along", "row_free", "rowwise", "shaped", "together", "with_rows"]
+__all__ = ["axis_in", "differing", "laid_along", "row_free", "rowwise", "shaped", "together", "with_rows"]
 
 
 def row_free(t: tf.Tensor, state: Public | Size, axis: int) -> bool:
@@ -23,6 +36,23 @@ def row_free(t: tf.Tensor, state: Public | Size, axis: int) -> bool:
     return t.shape[axis] is None and isinstance(state, Public) and state.alike and not state.deps
 
 
+def axis_in(t: tf.Tensor, rank: int) -> int | None:
+    """Returns the axis that a constant names, counted from the left; None if that is not known."""
+    value = constant(t)
+    return None if value is None else int(np.ravel(value)[0]) % rank
+
+
+def differing(op: tf.Operation, inputs: Iterable[tuple[tf.Tensor, State, int | None]]) -> Mixed | None:
+    """Refuses inputs without examples that are not the same for all: of each the tensor, its state, and the axis
+    (counted from the right) that meets the examples, if it has one."""
+    for t, s, axis in inputs:
+        if counts_examples(s):
+            return mixed(op, "makes an example's result depend on the batch size")
+        if isinstance(s, Public | Size) and axis is not None and not row_free(t, s, axis):
+            return mixed(op, BY_POSITION)
+    return None
+
+
 def with_rows(op: tf.Operation, axis: int, batches: Iterable[Batch]) -> State:
     """Examples along an axis, of rows of all of these."""
     rows = {s.rows for s in batches} - {None}
@@ -32,7 +62,7 @@ def with_rows(op: tf.Operation, axis: int, batches: Iterable[Batch]) -> State:
 
 
 def together(op, tensors, states):
-    batches = [s for s in states if isinstance(s, Batch)]
+    batches = batches_of(states)
     axis = batches[0].axis
     for t, s in zip(tensors, states, strict=True):
         if not (isinstance(s, Batch) or (isinstance(s, Public) and row_free(t, s, axis - t.shape.rank))):
@@ -42,7 +72,7 @@ def together(op, tensors, states):
 
 def rowwise(op, states):
     """Works row by row on as many inputs as there are states, with the examples along their first axis."""
-    batches = [s for s in states if isinstance(s, Batch)]
+    batches = batches_of(states)
     if any(s.axis for s in batches):
         return mixed(op, "does not have the batch as its first axis")
     return together(op, op.inputs[: len(states)], states) if batches else None

@@ -32,7 +32,11 @@ __all__ = [
     "Public",
     "Size",
     "State",
+    "batches_of",
+    "counts_examples",
     "deps",
+    "first_mixed",
+    "has_examples",
     "is_batch_free",
     "mixed",
     "plain",
@@ -123,6 +127,25 @@ TAINTED = "reads a variable that the step itself writes batch data to"
 def weighs(state: State) -> bool:
     """Whether the value comes from trainable weights alone."""
     return state.index is not None if isinstance(state, Handle) else isinstance(state, Public) and bool(state.deps)
+
+
+def batches_of(states: Iterable[State]) -> list[Batch]:
+    """Returns those of the states that hold examples along an axis."""
+    return [s for s in states if isinstance(s, Batch)]
+
+
+def first_mixed(states: Iterable[State]) -> Mixed | None:
+    return next((s for s in states if isinstance(s, Mixed)), None)
+
+
+def has_examples(states: Iterable[State]) -> bool:
+    """Whether any of the values holds something of each example."""
+    return any(isinstance(s, Batch | Items) for s in states)
+
+
+def counts_examples(state: State) -> bool:
+    """Whether the value depends on how many examples there are, or may."""
+    return isinstance(state, Size) and not state.batch_free
 
 
 def is_batch_free(state: State) -> bool:

@@ -14,10 +14,11 @@ from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units,
 from tfdpfl.clipping.graph import channels_first, constant
 from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
 from tfdpfl.clipping.ops.elementwise import ENTRYWISE, alone, compared, elementwise, entrywise_rule, gradient, in_order
+from tfdpfl.clipping.ops.lists import summed
 from tfdpfl.clipping.refusals import OVERLAP, WEIGHTED
 from tfdpfl.clipping.registry import Move, View, teach
 from tfdpfl.clipping.sizes import is_average
-from tfdpfl.clipping.states import BY_POSITION, UNKNOWN, Batch, Entry, Mixed, Public, State, mixed
+from tfdpfl.clipping.states import BY_POSITION, UNKNOWN, Batch, Entry, Items, Public, State, first_mixed, mixed
 from tfdpfl.errors import PrivacyError
 
 __all__: list[str] = []
@@ -36,6 +37,13 @@ def of_sum(use: Use, units: Units) -> tf.Tensor:
 @entrywise_rule
 def of_difference(use: Use, units: Units) -> tf.Tensor:
     return -use.g if use.at else use.g
+
+
+def added(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    """AddN adds lists, too."""
+    lists = [s for s in states if isinstance(s, Items)]
+    alone = len(lists) < len(states) or len(states) == 1
+    return elementwise(view, op, states) if alone else summed(lists)
 
 
 def sum_of_sizes(op: tf.Operation, x: Power, y: Power, sign: int = 1) -> Entry | None:
@@ -70,7 +78,7 @@ def addition(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
 
 
 def bias_add(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    if met := next((s for s in states if isinstance(s, Mixed)), None):
+    if met := first_mixed(states):
         return met
     x, b = states
     if not (isinstance(x, Batch) and isinstance(b, Public)):
@@ -171,7 +179,7 @@ def minimum(view: View, op: tf.Operation, states: list[State]) -> State | list[S
     """A constant, where the other side cannot be below it, whatever it holds."""
     if constant(op.outputs[0]) is not None:
         return Public()
-    return next((s for s in states if isinstance(s, Mixed)), None) or elementwise(view, op, states)
+    return first_mixed(states) or elementwise(view, op, states)
 
 
 def limit(t: tf.Tensor) -> np.ndarray | None:
@@ -215,7 +223,7 @@ teach(
     adds=True,
     folds=lambda op, x, y: x + y,
 )
-teach("AddN", moves=ENTRYWISE, rule=of_sum, tail=addition, adds=True)
+teach("AddN", moves=Move(added, data=None, entries=True), rule=of_sum, tail=addition, adds=True)
 teach(
     "Sub",
     moves=ENTRYWISE,

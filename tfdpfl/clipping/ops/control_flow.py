@@ -17,6 +17,8 @@ from tfdpfl.clipping.states import (
     Public,
     Size,
     State,
+    batches_of,
+    counts_examples,
     deps,
     is_batch_free,
     mixed,
@@ -39,7 +41,7 @@ def branch(view, op, states):
             return state
     if not isinstance(chosen, Public | Size):
         return mixed(op, "takes a branch by data")
-    if isinstance(chosen, Size) and not chosen.batch_free:
+    if counts_examples(chosen):
         return mixed(op, "takes a branch by the batch size")
     branches = [
         view.body(op, attribute, list(op.inputs[1:]), states[1:])[1] for attribute in ("then_branch", "else_branch")
@@ -141,7 +143,7 @@ def python(view, op, states):
 
 
 def reverse_sequence(view, op, states):
-    batches = [s for s in states if isinstance(s, Batch)]
+    batches = batches_of(states)
     if not batches:
         return None
     if isinstance(states[0], Batch) and states[0].axis == op.get_attr("batch_dim") and isinstance(states[1], Batch):

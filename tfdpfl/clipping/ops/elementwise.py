@@ -11,9 +11,8 @@ from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.gradients import Contribution, Units, Use, summed_to
 from tfdpfl.clipping.graph import gradient_function, key, passes_gradients_through
 from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
-from tfdpfl.clipping.ops.lists import summed
 from tfdpfl.clipping.registry import ENDS, Move, Rule, View, look_up, teach
-from tfdpfl.clipping.rows import row_free, with_rows
+from tfdpfl.clipping.rows import differing, row_free, with_rows
 from tfdpfl.clipping.states import (
     BY_POSITION,
     UNKNOWN,
@@ -26,26 +25,27 @@ from tfdpfl.clipping.states import (
     Public,
     Size,
     State,
+    batches_of,
     deps,
+    first_mixed,
+    is_batch_free,
     mixed,
 )
 
 __all__ = ["ENTRYWISE", "alone", "compared", "elementwise", "entrywise_rule", "gradient", "in_order"]
 
 
-def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | list[State] | None:
+def elementwise(view: View, op: tf.Operation, states: list[State]) -> State | None:
     if len(states) == 1 and (isinstance(states[0], Items | Handle) or getattr(states[0], "blocks", 1) > 1):
         return states[0]
-    if any(isinstance(s, Mixed) for s in states):
+    kinds = set(map(type, states))
+    if kinds & {Mixed, Entries}:
         return of_entries(op, states)
-    if lists := [s for s in states if isinstance(s, Items)]:
-        return summed(lists) if op.type == "AddN" and len(lists) == len(states) else None
-    if not any(isinstance(s, Batch) for s in states):
+    if Items in kinds:
+        return None
+    if Batch not in kinds:
         return public_arithmetic(view, op, states)
-    rank = max(t.shape.rank for t in op.inputs if t.shape.rank is not None)
-    if op.type == "Select" and op.inputs[0].shape.rank == 1 and rank > 1:
-        return chosen_rows(op, states)
-    return broadcast(op, states, rank)
+    return broadcast(op, states, max(t.shape.rank for t in op.inputs if t.shape.rank is not None))
 
 
 def broadcast(op: tf.Operation, states: list[State], rank: int) -> State:
@@ -57,17 +57,21 @@ def broadcast(op: tf.Operation, states: list[State], rank: int) -> State:
     lengths = {batches[0][0].shape[axis], op.outputs[0].shape[axis]}
     if len(lengths - {None}) > 1:  # the only example is repeated
         return mixed(op, BY_POSITION)
-    for t, s in zip(op.inputs, states, strict=True):
-        if isinstance(s, Size) and not s.batch_free:
-            return mixed(op, "makes an example's result depend on the batch size")
-        if isinstance(s, Public | Size) and not row_free(t, s, axis):
-            return mixed(op, BY_POSITION)
+    if refused := differing(op, ((t, s, axis) for t, s in zip(op.inputs, states, strict=True))):
+        return refused
     return with_rows(op, axis + rank, (s for _, s in batches))
 
 
+def selected(view: View, op: tf.Operation, states: list[State]) -> State | None:
+    """A Select whose condition has one axis chooses rows."""
+    condition, *others = (t.shape.rank or 0 for t in op.inputs)
+    kinds = set(map(type, states))
+    rows = condition == 1 and max(others) > 1 and Batch in kinds and kinds <= {Batch, Public, Size}
+    return chosen_rows(op, states) if rows else elementwise(view, op, states)
+
+
 def chosen_rows(op: tf.Operation, states: list[State]) -> State:
-    """Of a Select whose condition has one axis: it chooses rows."""
-    batches = {s for s in states if isinstance(s, Batch)}
+    batches = set(batches_of(states))
     free = all(s in batches or (isinstance(s, Public) and row_free(t, s, -t.shape.rank))
                for t, s in zip(op.inputs, states, strict=True))  # fmt: skip
     (state, *others) = batches
@@ -90,9 +94,9 @@ def identities(view: View, op: tf.Operation, states: list[State]) -> State | lis
         for beginning, transfer in ENDS.items():
             if name.startswith(beginning) and (known := transfer(view, op, states)) is not None:
                 return known
-    if met := next((s for s in states if isinstance(s, Mixed)), None):
+    if met := first_mixed(states):
         return met
-    if len({s for s in states if isinstance(s, Batch)}) > 1 and passes_gradients_through(op):
+    if len(set(batches_of(states))) > 1 and passes_gradients_through(op):
         return mixed(op, "hands gradients from the examples along one axis to those along another")
     return list(states)
 
@@ -100,15 +104,13 @@ def identities(view: View, op: tf.Operation, states: list[State]) -> State | lis
 def public_arithmetic(view: View, op: tf.Operation, states: list[State]) -> State | None:
     if not all(isinstance(s, Public | Size) for s in states):
         return None
-    sizes = [s for s in states if isinstance(s, Size)]
-    if not sizes:
+    of_weights = deps(states)
+    if all(isinstance(s, Public) for s in states):
         alike = (getattr(s, "alike", False) or t.shape.rank == 0 for t, s in zip(op.inputs, states, strict=True))
-        return Public(deps(states), all(alike))
-    free = all(s.batch_free for s in sizes)
-    if deps(states):
-        return Public(deps(states)) if free else mixed(op, "scales weights by the batch size")
-    if any(t.shape.rank is None or t.shape.rank > 1 for t in op.inputs):
-        return Public() if free else mixed(op, "spreads the batch size")
+        return Public(of_weights, all(alike))
+    if of_weights or any(t.shape.rank not in (0, 1) for t in op.inputs):
+        why = "scales weights by the batch size" if of_weights else "spreads the batch size"
+        return Public(of_weights) if all(map(is_batch_free, states)) else mixed(op, why)
     columns = [view.entries(t) for t in op.inputs]
     width = max(len(c) for c in columns)
     columns = [c * width if len(c) == 1 else c for c in columns]
@@ -237,7 +239,8 @@ teach("CheckNumerics", moves=ENTRYWISE, rule=gradient, tail=alone)
 teach(
     "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", moves=ENTRYWISE, rule=gradient, tail=compared
 )
-teach("Select", "SelectV2", moves=ENTRYWISE, rule=gradient, tail=chosen)
+teach("Select", moves=Move(selected, data=None, entries=True), rule=gradient, tail=chosen)
+teach("SelectV2", moves=ENTRYWISE, rule=gradient, tail=chosen)
 teach("IdentityN", moves=Move(identities, mixed=True, any_rank=True))
 teach("EnsureShape", moves=Move(ensure_shape, any_rank=True), rule=gradient, tail=alone)
 teach("PlaceholderWithDefault", moves=Move(freed), rule=gradient)

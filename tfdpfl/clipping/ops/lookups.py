@@ -23,6 +23,8 @@ from tfdpfl.clipping.states import (
     Public,
     Size,
     State,
+    counts_examples,
+    first_mixed,
     mixed,
 )
 
@@ -55,10 +57,10 @@ def gathered(view, op, params, indices, axis, batch_dims):
     if isinstance(params, Size):
         return gathered_sizes(op, params, indices)
     if isinstance(params, Mixed | Items) or isinstance(indices, Mixed | Items):
-        return next((s for s in (params, indices) if isinstance(s, Mixed)), None)
+        return first_mixed((params, indices))
     if isinstance(params, Public) and isinstance(indices, Public):
         return Public(params.deps | indices.deps)
-    if isinstance(indices, Size) and not indices.batch_free:
+    if counts_examples(indices):
         return mixed(op, "makes an example's result depend on the batch size")
     rank, of_indices = op.inputs[0].shape.rank, op.inputs[1].shape.rank
     if of_indices is None:

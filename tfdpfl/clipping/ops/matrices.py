@@ -5,13 +5,13 @@ from __future__ import annotations
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.registry import Move, moves_examples, teach
 from tfdpfl.clipping.rows import together
-from tfdpfl.clipping.states import Batch, mixed
+from tfdpfl.clipping.states import batches_of, mixed
 
 __all__: list[str] = []
 
 
 def solved(view, op, states):
-    batches = [s for s in states if isinstance(s, Batch)]
+    batches = batches_of(states)
     if not batches:
         return None
     if len({s.axis for s in batches}) > 1 or len({t.shape.rank for t in op.inputs} - {None}) != 1:

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, OuterProductGradient, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.registry import Move, View, teach
-from tfdpfl.clipping.rows import row_free, with_rows
-from tfdpfl.clipping.states import BY_POSITION, Batch, Public, Size, State, mixed
+from tfdpfl.clipping.rows import differing, with_rows
+from tfdpfl.clipping.states import Batch, Public, State, mixed
 
 __all__: list[str] = []
 
@@ -57,12 +57,9 @@ def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
     mark = marks.pop()
     if mark not in lo:
         return mixed(op, "sums over the batch")
-    for t, s, names in zip(op.inputs, states, labels, strict=False):
-        if isinstance(s, Size) and not s.batch_free:
-            return mixed(op, "makes an example's result depend on the batch size")
-        at = names.index(mark) - len(names) if mark in names else None
-        if isinstance(s, Public | Size) and at is not None and not row_free(t, s, at):
-            return mixed(op, BY_POSITION)
+    places = [names.index(mark) - len(names) if mark in names else None for names in labels]
+    if refused := differing(op, zip(op.inputs, states, places, strict=False)):
+        return refused
     if any(names.count(mark) > 1 for names in labels):
         return mixed(op, "takes a diagonal over the batch")
     return with_rows(op, lo.index(mark), (s for _, s in batches))

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import shaped
-from tfdpfl.clipping.states import Batch, Items, Public, Size, State, mixed
+from tfdpfl.clipping.states import Batch, Items, Public, State, counts_examples, mixed
 
 __all__: list[str] = []
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
     shape = op.inputs[1 if op.type.startswith("Stateful") else 0]
     for t, s in zip(op.inputs, states, strict=True):
-        if t is not shape and (isinstance(s, Batch | Items) or (isinstance(s, Size) and not s.batch_free)):
+        if t is not shape and (isinstance(s, Batch | Items) or (counts_examples(s))):
             return mixed(op, "draws numbers from parameters that depend on the batch")
     filled = shaped(op, view.entries(shape))
     return Public(alike=True) if isinstance(filled, Public) else filled

@@ -12,7 +12,7 @@ from tfdpfl.clipping.graph import channels_first, constant
 from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import row_free, rowwise
-from tfdpfl.clipping.states import Batch, Public, Size, State, deps, is_batch_free, mixed
+from tfdpfl.clipping.states import Batch, Public, Size, State, batches_of, deps, is_batch_free, mixed
 
 __all__: list[str] = []
 
@@ -122,7 +122,7 @@ def bincount(view, op, states):
 
 
 def batch_norm(view, op, states):
-    if not any(isinstance(s, Batch) for s in states):
+    if not batches_of(states):
         return None
     if isinstance(states[0], Batch) and states[0].axis == channel_axis(op):
         # Keras 2 normalises layers with the rows as channels: each row has its own mean and variance.

@@ -14,7 +14,7 @@ from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshape
 from tfdpfl.clipping.graph import constant, key, known_entries
 from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
-from tfdpfl.clipping.rows import laid_along, shaped, together
+from tfdpfl.clipping.rows import axis_in, laid_along, shaped, together
 from tfdpfl.clipping.states import (
     UNKNOWN,
     Batch,
@@ -25,6 +25,8 @@ from tfdpfl.clipping.states import (
     Public,
     Size,
     State,
+    batches_of,
+    counts_examples,
     deps,
     is_batch_free,
     mixed,
@@ -73,7 +75,7 @@ def const(view, op, states):
 
 
 def numbered(view, op, states):
-    if any(isinstance(s, Size) and not s.batch_free for s in states):
+    if any(map(counts_examples, states)):
         return mixed(op, "numbers the examples by their position in the batch")
     return None
 
@@ -196,10 +198,9 @@ def without_matrices(t: tf.Tensor) -> tf.Tensor:
 
 
 def expand_dims(view: View, op: tf.Operation, state: Batch) -> State:
-    axis = constant(op.inputs[1])
+    axis = axis_in(op.inputs[1], op.outputs[0].shape.rank)
     if axis is None:
         return mixed(op, "moves examples across axes")
-    axis = int(np.ravel(axis)[0]) % op.outputs[0].shape.rank
     return Batch(state.axis + (axis <= state.axis), state.rows, state.blocks)
 
 
@@ -233,20 +234,17 @@ def transposed_size(view: View, op: tf.Operation, state: Size) -> Size:
 # -- joining and cutting -----------------------------------------------------------------------------------------
 
 
-def concat(view, op, states):
+def concat(view: View, op: tf.Operation, states: list[State]) -> State | None:
     *tensors, axis_tensor = op.inputs
-    if not is_batch_free(states[-1]):
+    *states, of_axis = states
+    batches = batches_of(states)
+    if not is_batch_free(of_axis):
         return mixed(op, "has settings that depend on examples or on how many there are")
-    return joined(view, op, tensors, states[:-1], constant(axis_tensor))
-
-
-def joined(view, op, tensors, states, axis):
-    batches = [s for s in states if isinstance(s, Batch)]
     if not batches:
         if has_sizes(states) and tensors[0].shape.rank == 1:
             return Size(tuple(e for t in tensors for e in view.entries(t)))
         return Public(deps(states)) if all(isinstance(s, Public) for s in states) else None
-    axis = None if axis is None else int(axis) % tensors[0].shape.rank
+    axis = axis_in(axis_tensor, tensors[0].shape.rank)
     if axis is None or len({s.axis for s in batches}) > 1:
         return mixed(op, "joins tensors with different batch axes")
     return mixed(op, "joins along the batch axis") if axis == batches[0].axis else together(op, tensors, states)
@@ -258,7 +256,7 @@ def has_sizes(states: Sequence[State]) -> bool:
 
 
 def stack(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    axes = {s.axis for s in states if isinstance(s, Batch)}
+    axes = {s.axis for s in batches_of(states)}
     if not axes:
         return stacked_sizes(view, op, states) if has_sizes(states) else None
     if len(axes) > 1:
@@ -275,7 +273,7 @@ def stacked_sizes(view: View, op: tf.Operation, states: list[State]) -> State | 
         of_each = [view.entries(t) for t in op.inputs]
         below = op.get_attr("axis") % op.outputs[0].shape.rank == 0
         return Size(tuple(itertools.chain(*(of_each if below else zip(*of_each, strict=True)))))
-    return Public() if all(not isinstance(s, Size) or s.batch_free for s in states) else None
+    return Public() if not any(map(counts_examples, states)) else None
 
 
 def unstack(view: View, op: tf.Operation, state: Batch) -> State:
@@ -290,10 +288,8 @@ def unstacked_size(view: View, op: tf.Operation, state: Size) -> list[State] | N
 
 
 def split(view: View, op: tf.Operation, state: Batch, data: int = 0, axis_input: int = 2) -> State:
-    axis = constant(op.inputs[axis_input])
-    if axis is None or int(np.ravel(axis)[0]) % op.inputs[data].shape.rank == state.axis:
-        return mixed(op, "takes the batch apart")
-    return state
+    axis = axis_in(op.inputs[axis_input], op.inputs[data].shape.rank)
+    return mixed(op, "takes the batch apart") if axis in (None, state.axis) else state
 
 
 def split_size(view: View, op: tf.Operation, state: Size) -> list[State] | None:
@@ -572,11 +568,8 @@ def total_squeezed(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
 
 
 def total_expanded(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
-    given = constant(op.inputs[1])
-    if given is None:
-        return None
-    axis = int(np.ravel(given)[0]) % op.outputs[0].shape.rank + 1
-    return arranged(tail, op, lambda t: tf.expand_dims(t, axis))
+    axis = axis_in(op.inputs[1], op.outputs[0].shape.rank)
+    return None if axis is None else arranged(tail, op, lambda t: tf.expand_dims(t, axis + 1))
 
 
 def total_reshaped(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
