@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.graph import compiled, record_of
+from tfdpfl.clipping.graph import compiled, record_of, source
 from tfdpfl.clipping.kernel_ops import find_obstacle, squared_row_norms
 from tfdpfl.clipping.states import Batch
 
@@ -570,9 +570,7 @@ def _once(
 
     def entries(x: tf.Tensor) -> tuple:
         """What tells tensors apart: all of a tensor's entries in the same order and ``shape`` are the same tensor."""
-        root = x
-        while root.graph is graph and root.op.type in ("Identity", "Reshape", "ExpandDims", "Squeeze"):
-            root = root.op.inputs[0]
+        root = source(x, "Identity", "Reshape", "ExpandDims", "Squeeze") if x.graph is graph else x
         many = tuple(x.shape).count(None) > 1
         return (id(x.graph), x.name) if many else (id(root.graph), root.name, shape(x))
 

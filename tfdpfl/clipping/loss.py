@@ -51,6 +51,15 @@ class Term:
         """Whether no example is in it, so that it has no axis for them."""
         return self.kind in ("public", "size")
 
+    @property
+    def apart(self) -> tf.Tensor | None:
+        """What of it no example is in."""
+        return self.value if self.is_fixed else self.public
+
+    def changed(self, change: Callable[[tf.Tensor], tf.Tensor]) -> Term:
+        """Returns it after a linear op of one input."""
+        return dataclasses.replace(self, value=change(self.value), public=self.changed_public(change))
+
     def changed_public(self, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor | None:
         """The addend that was set apart, changed as the value is."""
         return None if self.public is None else change(self.public)

@@ -59,14 +59,10 @@ def addition(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
         return None
     if kind == "ratio":
         return Term(kind, tail.apply(op, terms), rank)
-    own, apart = [], []
-    for i, x in enumerate(terms):
-        subtracted = op.type == "Sub" and i == 1
-        if not x.is_fixed:
-            value = tail.aligned(x, rank)
-            own.append(-value if subtracted else value)
-        if (public := x.value if x.is_fixed else x.public) is not None:
-            apart.append(-public if subtracted else public)
+    if op.type == "Sub":
+        terms[1] = terms[1].changed(tf.negative)
+    own = [tail.aligned(x, rank) for x in terms if not x.is_fixed]
+    apart = [x.apart for x in terms if x.apart is not None]
     data = functools.reduce(operator.add, own)
     if not apart:
         return Term(kind, data, rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -186,8 +185,7 @@ def in_order(op: tf.Operation) -> Sequence[int]:
 def alone(tail: PerExampleLoss, op: tf.Operation) -> Term:
     """Of one input, to which it is linear: of what was set apart, too."""
     (x,) = tail.inputs(op)
-    apply = lambda v: graph_tools.copy_op(op, [v])[0]  # noqa: E731
-    return dataclasses.replace(x, value=apply(x.value), public=x.changed_public(apply))
+    return x.changed(lambda v: graph_tools.copy_op(op, [v])[0])
 
 
 def compared(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
