@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from model_cases import RNG, norms_of
+from tensorflow.python.framework import op_def_registry
 
 from tfdpfl.clipping import register_rule
 from tfdpfl.clipping.gradients import summed_to
@@ -49,3 +50,16 @@ def test_an_op_has_one_record():
     with pytest.raises(TypeError, match=r"MatMul has a record\. Give all that is known of an op in one call"):
         teach("MatMul", moves=None)
     assert before == OPS
+
+
+def test_records_fit_the_ops_of_tensorflow():
+    """A name with a slip would leave its op unknown, and the number of an input the wrong one without its check."""
+    for kind, record in OPS.items():
+        op, moves = op_def_registry.get(kind), record.moves
+        assert op is not None, kind
+        assert set(record.runs) <= {a.name for a in op.attr if a.type == "func"}, kind
+        inputs = range(len(op.input_arg))
+        if moves is not None and isinstance(moves.data, int):
+            assert {moves.data, *moves.sizes} <= set(inputs), kind
+        assert not record.reads or op.input_arg[0].type == tf.resource.as_datatype_enum, kind
+        assert record.folds is not None or not record.arranges, kind

@@ -174,5 +174,5 @@ teach("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", moves=Move(cudnn_loop, data=None, 
 teach("While", "StatelessWhile", moves=Move(loop, any_rank=True, mixed=True), runs=("body", "cond"))
 teach("PyFunc", "PyFuncStateless", "EagerPyFunc", moves=Move(python))
 teach("ReverseSequence", moves=Move(reverse_sequence, data=None))
-teach("Placeholder", "PlaceholderV2", "IteratorGetNext", "OptionalGetValue", "Arg", enters=True)
+teach("Placeholder", "PlaceholderV2", "IteratorGetNext", "OptionalGetValue", enters=True)
 teach("Assert", "Print", "PrintV2", repeatable=True)
