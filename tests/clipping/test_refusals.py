@@ -414,6 +414,12 @@ LOSSES = {
         tf.range(n(x)), d(x) @ tf.transpose(x))),
     "mean where the mean is large": lambda v, x: tf.where(tf.reduce_mean(v) > 0.1, tf.reduce_mean(v), 0.0),
     "over its stopped self": lambda v, x: tf.reduce_mean(v) / tf.stop_gradient(tf.reduce_mean(v)),
+    "mean added to each": lambda v, x: tf.reduce_sum(v + tf.reduce_mean(v)),
+    "mean times each": lambda v, x: tf.reduce_sum(v * tf.reduce_mean(v)),
+    "over the mean of each": lambda v, x: tf.reduce_sum(v / tf.reduce_mean(v)),
+    "mean over each": lambda v, x: tf.reduce_sum(tf.reduce_mean(v) / (1.0 + v)),
+    "mean where a loss is small": lambda v, x: tf.reduce_sum(tf.where(v > 0.1, v, tf.reduce_mean(v))),
+    "mean below each": lambda v, x: tf.reduce_sum(v * tf.cast(tf.reduce_mean(v) < v, v.dtype)),
     "clipped mean": lambda v, x: tf.clip_by_value(tf.reduce_mean(v), 0.0, 1.0),
 }  # fmt: skip
 

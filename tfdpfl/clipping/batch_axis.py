@@ -142,8 +142,8 @@ class BatchAxis:
     # -- one op ----------------------------------------------------------------------------------------------
 
     def _transfer(self, op: tf.Operation) -> list[State]:
-        states = [self.states[key(t)] for t in op.inputs]
-        if look_up(op).enters:
+        states, known = [self.states[key(t)] for t in op.inputs], look_up(op)
+        if known.enters:
             return [self._enter(t) for t in op.outputs]
         found = self._refused(op, states) or self._moved(op, states)
         if isinstance(found, Mixed) and found.name == op.name:
@@ -151,7 +151,7 @@ class BatchAxis:
         given = found if isinstance(found, list) else [found] * len(op.outputs)
         if not _move_of(op).entries:
             given = [plain(s) for s in given]
-        if look_up(op).runs and not has_examples(states):  # the data come in there
+        if known.runs and not has_examples(states):  # the data come in there
             # A function whose gradient was taken has more results than the op gives out.
             self.sources += [t for t, s in zip(op.outputs, given, strict=False) if isinstance(s, Batch)]
         return given

@@ -136,30 +136,30 @@ def moves_examples(
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """Holds what is known of a type of op. All fields may be left out: what is not known is refused or done the slow,
-    exact way.
+    """Holds what is known of a type of op. Any field may be left out: what is not known is refused, or done in the
+    slow, exact way.
 
     Args:
-      moves: where the examples are in its outputs. Without it, it mixes them.
-      rule: each unit's gradient of a weight among its inputs. Without it, the op runs again for each example.
-      size: what it makes of the entries of sizes: (op, an `Entry` of each input) -> `Entry`; None if that is unknown.
-      tail: what becomes of it on a batch of one, at the end of a loss, where the analysis says that examples meet: (a
-        `loss.PerExampleLoss`, op) -> `loss.Term`; None if it combines examples. Without it, the loss is refused.
-      adds: whether it adds its inputs up, so that weights among them can be set apart from a loss.
-      lengths: of an op that reads the shape of its input, what it makes of it: (shape) -> output.
-      folds: its output, given the values of its inputs: (op, *arrays) -> array, or None if that cannot be told.
+      moves: where the examples are in the outputs. Without it, the op mixes the examples that it takes in.
+      rule: each unit's gradient of a weight among the inputs. Without it, the op runs again for each example.
+      size: what the op makes of the entries of sizes: (op, an `Entry` of each input) -> `Entry`; None if that is unknown.
+      tail: what the op gives out on a batch of one, at the end of a loss, where the analysis says that examples meet:
+        (a `loss.PerExampleLoss`, op) -> `loss.Term`; None if it combines examples. Without it, the loss is refused.
+      adds: whether the op adds its inputs up, so that weights among them can be set apart from a loss.
+      lengths: for an op that reads the shape of its input, what it makes of the shape: (shape) -> output.
+      folds: the output, given the values of the inputs: (op, *arrays) -> array, or None if that cannot be told.
       arranges: whether ``folds`` only puts entries in other places, so that some may be unknown.
       value: the value of an output where some input has none: (output) -> array or None.
-      order: of an op that gives out its first input, whatever its type: in which order it puts the axes; None if that
+      order: for an op that gives out its first input, in whatever type: in which order it puts the axes; None if that
         cannot be told.
-      undo: of another op that gives out the entries of its first input, moved about or negated: (op, a gradient of the
-        output, whether its first axis is the units) -> that of the input; None if that cannot be told.
-      runs: the attributes that name the functions that it runs.
-      enters: whether it gives out what the graph takes in from outside.
-      reads: whether it reads a variable, its first input, and writes to none.
-      random: whether it gives out random numbers.
-      movable: whether it may run elsewhere in its own stead, though it has a state, because no other op reads that.
-      repeatable: whether it may run as often as one likes, though it has a state.
+      undo: for another op that gives out the entries of its first input, moved about or negated: (op, a gradient of the
+        output, whether its first axis is the units) -> the gradient of the input; None if that cannot be told.
+      runs: the attributes that name the functions that the op runs.
+      enters: whether the op gives out what the graph takes in from outside.
+      reads: whether the op reads a variable, its first input, and writes to none.
+      random: whether the op gives out random numbers.
+      movable: whether a copy may run elsewhere instead of the op, though it has a state, because no other op reads it.
+      repeatable: whether the op may run as often as one likes, though it has a state.
     """
 
     moves: Move | None = None
