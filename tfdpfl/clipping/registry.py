@@ -142,7 +142,7 @@ class Op:
     Args:
       moves: where the examples are in the outputs. Without it, the op mixes the examples that it takes in.
       rule: each unit's gradient of a weight among the inputs. Without it, the op runs again for each example.
-      size: what the op makes of the entries of sizes: (op, an `Entry` of each input) -> `Entry`; None if that is unknown.
+      size: what the op makes of entries of sizes: (op, an `Entry` of each input) -> `Entry`; None if that is unknown.
       tail: what the op gives out on a batch of one, at the end of a loss, where the analysis says that examples meet:
         (a `loss.PerExampleLoss`, op) -> `loss.Term`; None if it combines examples. Without it, the loss is refused.
       adds: whether the op adds its inputs up, so that weights among them can be set apart from a loss.
