@@ -37,6 +37,8 @@ class FusedAdam:
     an update by a few parts in 10⁵ of its size. Where this op does not fit, Keras's own update runs.
     """
 
+    amsgrad: bool  # the optimizer's own
+
     def update_step(self, gradient, variable, *learning_rate):
         """As Keras 3 calls it; Keras 2 leaves the learning rate to the optimizer."""
         if learning_rate:
