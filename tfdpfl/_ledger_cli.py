@@ -144,9 +144,7 @@ class OpenedJournal(Opened):
     def prices(self, delta: float, accountant: str) -> dict[str, tuple[str, float]]:
         from tfdpfl.flower.spent import Settings
 
-        j, more = self._journal, self._unread
-        settings = Settings.of(j.header)
-        return settings.prices(j.charged, j.replied, j.evaluations + more, delta, accountant, more)
+        return Settings.of(self._journal.header).prices(self._journal, delta, accountant, self._unread)
 
     def as_ledger(self) -> PrivacyLedger:
         from tfdpfl.flower.spent import Settings

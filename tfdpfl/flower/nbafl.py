@@ -18,7 +18,7 @@ from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.promises import Promise, fixed
 from tfdpfl.federated.guarantees import LocalLevel
 from tfdpfl.federated.nbafl import NbAFLArguments, NbAFLLevel, cohort_of, noise_of
-from tfdpfl.federated.privacy import RoundsRun, level_promise
+from tfdpfl.federated.privacy import level_promise
 from tfdpfl.flower._flwr import Context, Message, Strategy, arrays_of, log, only
 from tfdpfl.flower.local import Mod, Normals, add_answer, noised, private_reply
 from tfdpfl.flower.reports import ClientLedger
@@ -169,20 +169,19 @@ class NbAFLStrategy(DifferentialPrivacy):
     def _fits(self, rounds: int) -> bool:
         return rounds <= self._num_rounds
 
-    @property
-    def _run(self) -> RoundsRun:
-        # Nothing is claimed for the strategy's choice of clients. Fewer replies are less noise.
-        p = self.participation.unlimited()
-        return RoundsRun(rounds=self.rounds_charged, participation=p, cohorts=self._journal.replied)
+    def _epsilons(self) -> dict[str, float]:
+        """ε of each level. Nothing is claimed for the choice of clients, and fewer replies are less noise."""
+        prices = self._settings.prices(self._journal, self.delta, "pld")
+        return {level: epsilon for level, (_, epsilon) in prices.items()}
 
     @property
     def epsilon(self) -> float:
-        return self.privacy[1].price(self._run, self.delta).epsilon
+        return self._epsilons()["client"]
 
     @property
     def local_epsilon(self) -> float:
         """An upper bound on ε, at ``delta``, of what the client that replied most has sent."""
-        return self.privacy[0].price(self._run, self.delta).epsilon
+        return self._epsilons()["local"]
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -192,17 +191,19 @@ class NbAFLStrategy(DifferentialPrivacy):
         return ledger_of_uploads(self.privacy[0].noise_multiplier, most)
 
     def _own_promises(self, delta: float) -> list[Promise]:
+        epsilons = self._epsilons()
         return [
             level_promise(
-                guarantee, fixed(epsilon, self.delta, "pld"), part=f"{guarantee.level} level",
+                guarantee, fixed(epsilons[guarantee.level], self.delta, "pld"), part=f"{guarantee.level} level",
                 sampling=self.participation.text(), mechanisms=[f"{self.rounds_charged} rounds, NbAFL"],
             )
-            for guarantee, epsilon in zip(self.privacy, (self.local_epsilon, self.epsilon), strict=True)
+            for guarantee in self.privacy
         ]  # fmt: skip
 
     def statement(self) -> str:
         """States what the paper claims, and what is proven for what ran."""
+        epsilons = self._epsilons()
         return (
             f"{self.rounds_charged} rounds of NbAFL: {self.nbafl}\n  so far, by the accountant: uploads epsilon = "
-            f"{self.local_epsilon:.4g}, released models epsilon = {self.epsilon:.4g} at delta = {self.delta:g}"
+            f"{epsilons['local']:.4g}, released models epsilon = {epsilons['client']:.4g} at delta = {self.delta:g}"
         )

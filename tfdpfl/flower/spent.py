@@ -20,6 +20,7 @@ from tfdpfl.federated.guarantees import ClientLevel, CorrelatedLevel, LocalLevel
 from tfdpfl.federated.nbafl import NbAFLLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.federated.samplers import PoissonClientSampler
+from tfdpfl.flower.journal import Record
 from tfdpfl.noise.strategies import KINDS
 
 if TYPE_CHECKING:
@@ -138,22 +139,15 @@ class Settings:
         """States what the way to choose clients allows to be claimed."""
         return self.sampling.participation(self.sampling.given)
 
-    def prices(
-        self,
-        charged: Sequence[Sequence[str]],
-        replied: Sequence[Sequence[str]],
-        evaluations: int,
-        delta: float,
-        accountant: str,
-        more: int = 0,
-    ) -> dict[str, tuple[str, float]]:
-        """Returns {level: (adjacency, ε)} of rounds; ``more`` of them in addition, of unknown clients."""
+    def prices(self, record: Record, delta: float, accountant: str, more: int = 0) -> dict[str, tuple[str, float]]:
+        """Returns {level: (adjacency, ε)} of what a journal holds; ``more`` rounds in addition, of unknown clients."""
         if any(isinstance(level, NbAFLLevel) for level in self.privacy):
             p = self.participation.unlimited()
-            run = RoundsRun(rounds=len(charged) + more, participation=p, cohorts=[] if more else replied)
+            cohorts = [] if more else record.replied
+            run = RoundsRun(rounds=len(record.charged) + more, participation=p, cohorts=cohorts)
             priced = [(level, level.price(run, delta, accountant).epsilon) for level in self.privacy]
             return {level.level: (level.adjacency, epsilon) for level, epsilon in priced}
-        ledger = self.ledger(self.run(charged, more), evaluations)
+        ledger = self.ledger(self.run(record.charged, more), record.evaluations + more)
         return {"client": ("zero_out", ledger.epsilon(delta, accountant))}
 
     def run(self, charged: Sequence[Sequence[str]], more: int = 0) -> RoundsRun:
