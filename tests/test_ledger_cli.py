@@ -28,12 +28,12 @@ def header(sampling=POISSON, privacy=None, **more):
     return {"privacy": privacy, "noise_multiplier": 1.0, "clip": 0.5, "sampling": sampling, **more}
 
 
-def journal(path, rounds=3, evaluations=0, begun=False, **settings):
+def journal(path, rounds=3, released=0, begun=False, **settings):
     made = Journal(path, header(**settings))
     for number in range(rounds):
         made.begin([str(number), "7"])
         made.charge(["7"])
-    for _ in range(evaluations):
+    for _ in range(released):
         made.charge_evaluation()
     if begun:
         made.begin(["8"])
@@ -126,6 +126,13 @@ def test_verify_sees_a_line_that_was_changed_lost_or_put_in(tmp_path):
     path.write_bytes(b"".join(lines) + b'{"begin": 4')  # a write that was cut off: nothing had happened yet
     assert "11 bytes of a line that was never whole" in run("verify", path)
     assert epsilon_of(path) == (cost(poisson(4)), True)
+
+
+def test_a_line_that_cannot_be_read_counts_as_a_round_and_as_an_evaluation(tmp_path):
+    metrics = NoisedMetrics(noise_multiplier=4.0, bound={"loss": 1.0})
+    path = journal(tmp_path / "a", evaluations=metrics)
+    path.write_bytes(path.read_bytes() + b"?\n?\n")
+    assert epsilon_of(path, code=1) == (cost(poisson(5), (dp_event.GaussianDpEvent(4.0), 2)), False)
 
 
 def test_verify_refuses_a_journal_whose_hashes_were_all_taken_off(tmp_path):
