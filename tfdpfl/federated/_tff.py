@@ -43,7 +43,6 @@ __all__ = [
     "context_on_many",
     "context_on_one",
     "default_context",
-    "dp_factory",
     "executor_factory",
     "guarded",
     "installed",
@@ -299,11 +298,6 @@ def client_work_of(model_fn: Computation, train: Callable[[Model, list, Dataset]
 
 
 # -- aggregation ------------------------------------------------------------------------------------------------------
-
-
-def dp_factory(query: Computation) -> Computation:
-    """TFF's aggregator around a TensorFlow Privacy sum query."""
-    return tff.aggregators.DifferentiallyPrivateFactory(query)
 
 
 def tensor_specs(value_type: Computation) -> Nest:

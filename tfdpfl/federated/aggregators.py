@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdpfl import noise
 from tfdpfl._types import Computation, Nest
 from tfdpfl.clips import LEAST_ADAPTED, MOST_ADAPTED
-from tfdpfl.federated._tff import DistributedSkellam, dp_factory, tensor_specs, tff, tfp
+from tfdpfl.federated._tff import DistributedSkellam, tensor_specs, tff, tfp
 from tfdpfl.federated.clip import CONTRIBUTING, UPDATE_NORM, AdaptiveClip, NoisedMetrics
 
 __all__ = [
@@ -158,7 +158,7 @@ def clipped_mean(
         query = AdaptivelyClippedSum(clip, noise_multiplier, clients_per_round, secret)
     else:
         query = ClippedSum(clip, clip * noise_multiplier, secret)
-    return dp_factory(tfp.NormalizedQuery(query, denominator=clients_per_round))
+    return tff.aggregators.DifferentiallyPrivateFactory(tfp.NormalizedQuery(query, denominator=clients_per_round))
 
 
 class TreeState(NamedTuple):
@@ -232,7 +232,8 @@ class TreeMean(tff.aggregators.UnweightedAggregationFactory):
     def create(self, value_type):
         specs = tensor_specs(value_type)
         query = TreeSum(self._clip, self._stddev, specs, self._restart_every, Secret())
-        return dp_factory(tfp.NormalizedQuery(query, denominator=self._clients_per_round)).create(value_type)
+        mean = tfp.NormalizedQuery(query, denominator=self._clients_per_round)
+        return tff.aggregators.DifferentiallyPrivateFactory(mean).create(value_type)
 
 
 class MappedSum(tff.aggregators.UnweightedAggregationFactory):

@@ -310,7 +310,7 @@ def build_nbafl(
     import tensorflow as tf
 
     from tfdpfl.federated import aggregators, models, processes, runtime
-    from tfdpfl.federated._tff import client_work_of, compose, dp_factory, loss_of, tff, tfp
+    from tfdpfl.federated._tff import client_work_of, compose, loss_of, tff, tfp
 
     clip = float(settings["l2_norm_clip"])
     client_optimizer = models.optimizer("client_optimizer_fn", client_optimizer_fn, models.CLIENT_RATES)
@@ -335,7 +335,7 @@ def build_nbafl(
     process = compose(
         make,
         client_work_of(make, at_client),
-        dp_factory(tfp.NormalizedQuery(at_server, denominator=float(k))),
+        tff.aggregators.DifferentiallyPrivateFactory(tfp.NormalizedQuery(at_server, denominator=float(k))),
         tff.learning.optimizers.build_sgdm(1.0),
         model_distributor,
     )

@@ -265,12 +265,12 @@ def train(
             history.rows[-1].update({column: paid.epsilon for column, paid in prices.items()})
             release()
 
-    completed = ledger.completed(len(history.rows))
+    done = completed(ledger.begun, len(history.rows))
     history.left_at = ledger.left_at
     history.trainings = ledger.runs(len(history.rows))
-    history.cohorts = [round_.cohort for round_ in completed]
-    history.left_out = [round_.absent for round_ in completed]
-    history.lost_rounds = len(ledger.begun) - len(completed)
+    history.cohorts = [round_.cohort for round_ in done]
+    history.left_out = [round_.absent for round_ in done]
+    history.lost_rounds = len(ledger.begun) - len(done)
     return history
 
 
@@ -395,13 +395,10 @@ class _Ledger:
         })  # fmt: skip
         self.begun.append(dataclasses.replace(round_, absent=dict(round_.absent), examples=dict(round_.examples)))
 
-    def completed(self, rounds: int) -> list[Round]:
-        return completed(self.begun, rounds)
-
     def resume(self, begun: list[Round], rounds: int) -> None:
         """Takes what an earlier call began, of which so many rounds are complete."""
         self.begun = begun
-        for round_ in self.completed(rounds):
+        for round_ in completed(begun, rounds):
             self.check(round_.cohort, test=False)
 
     def check(self, cohort: list[str], test: bool = True) -> None:

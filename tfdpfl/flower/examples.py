@@ -12,9 +12,9 @@ from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import check_target
-from tfdpfl.flower._flwr import Context, Message, MetricRecord, RecordDict, arrays_of, log, only, record_of
-from tfdpfl.flower.local import FAILURES
-from tfdpfl.flower.reports import ClientLedger, attach, refused
+from tfdpfl.flower._flwr import Context, Message, arrays_of, log, only
+from tfdpfl.flower.local import FAILURES, private_reply
+from tfdpfl.flower.reports import ClientLedger, refused
 
 __all__ = ["example_dp"]
 
@@ -105,14 +105,10 @@ def example_dp(
         try:
             batches = poisson_batches((x, y), expected_batch_size=expected, steps=local_steps, seed=seed)
             trained = trainer[expected].fit([*sent.values()], batches, local_steps)
-            weights = record_of(dict(zip(sent, trained, strict=True)))
         except FAILURES:
             return _failed(message)
-        key = next(iter(message.content.array_records))
-        content = RecordDict({key: weights, "metrics": MetricRecord({weighted_by_key: n})})
-        reply = Message(content, reply_to=message)
-        attach(reply, kept.report(delta))
-        return reply
+        arrays = dict(zip(sent, trained, strict=True))
+        return private_reply(message, arrays, weighted_by_key, kept.report(delta), n)
 
     return train
 

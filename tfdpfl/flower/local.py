@@ -111,10 +111,12 @@ def add_answer(total: ClippedSum, message: Message, context: Context, call_next:
     return True
 
 
-def private_reply(message: Message, arrays: Mapping[str, np.ndarray], weighted_by_key: str, report: Json) -> Message:
-    """A reply of noisy arrays, a weight of 1 and a report on privacy, and of nothing that the app said."""
+def private_reply(
+    message: Message, arrays: Mapping[str, np.ndarray], weighted_by_key: str, report: Json, weight: float = 1.0
+) -> Message:
+    """A reply of noisy arrays, a weight and a report on privacy, and of nothing that the app said."""
     key = next(iter(message.content.array_records))
-    content = RecordDict({key: record_of(arrays), "metrics": MetricRecord({weighted_by_key: 1.0})})
+    content = RecordDict({key: record_of(arrays), "metrics": MetricRecord({weighted_by_key: weight})})
     reply = Message(content, reply_to=message)
     attach(reply, report)
     return reply

@@ -200,13 +200,11 @@ class Register:
 
     def spent(self, delta: float, accountant: str = "pld") -> list[Spent]:
         """Returns what each client has spent over all runs, the largest ε first."""
-        clients = [row[0] for row in self._db.execute("SELECT DISTINCT client FROM exposures")]
-        asked = dict(self._db.execute("SELECT client, sum(asked) FROM exposures GROUP BY client"))
         found = []
-        for client in clients:
+        for client, asked in self._db.execute("SELECT client, sum(asked) FROM exposures GROUP BY client").fetchall():
             counts = self._counts(client)
             rounds = sum(counts.values())
-            found.append(Spent(client, len(counts), rounds, asked[client], self._price(counts, delta, accountant)))
+            found.append(Spent(client, len(counts), rounds, asked, self._price(counts, delta, accountant)))
         return sorted(found, key=lambda spent: (-spent.epsilon, spent.client))
 
     def _counts(self, client: str) -> dict[str, int]:

@@ -253,16 +253,18 @@ class Answers:
         Their ε is that of putting these queries alone. Where the answers decided which ones (``answers[answers.
         answered]``), the rest was put as well: ask the whole for its ε.
         """
-        arrays = {name: value[queries] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return Answers(**{**vars(self), **arrays})
+        return self._changed(lambda name, value: value[queries])
 
     def __add__(self, other: Answers) -> Answers:
         """Both, one after the other."""
         if self.mechanism != other.mechanism:
             raise ValueError(f"answers must come from one mechanism, got {self.mechanism} and {other.mechanism}.")
-        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        joined = {name: np.concatenate([value, getattr(other, name)]) for name, value in arrays.items()}
-        return Answers(**{**vars(self), **joined})
+        return self._changed(lambda name, value: np.concatenate([value, getattr(other, name)]))
+
+    def _changed(self, change: Callable[[str, np.ndarray], np.ndarray]) -> Answers:
+        """The same with other arrays, given the name and the value of each."""
+        arrays = {name: change(name, value) for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return Answers(**{**vars(self), **arrays})
 
     @property
     def queries(self) -> Queries:

@@ -383,21 +383,21 @@ class PATE:
             answers = mechanism.aggregate(counts)
             # Beyond the budget noise was drawn, but nothing of it leaves this line.
             return answers[: self._affordable(answers)]
-        parts: list[Answers] = []
+        known: Answers | None = None
         for rows in np.array_split(np.arange(len(counts)), min(_INTERACTIVE_BATCHES, len(counts))):
-            known = sum(parts[1:], parts[0]) if parts else None
             if known is None or not known.answered.any():
                 student = np.full((len(rows), counts.shape[1]), 1 / counts.shape[1])
             else:
                 done = self.queries_[: len(known)][known.answered]
                 self.student_ = self._taught(_examples.rows(X, done), known.labels[known.answered])
                 student = self._probabilities(_examples.rows(X, self.queries_[rows]))
-            parts.append(mechanism.aggregate(counts[rows], student=student))
-            answers = sum(parts[1:], parts[0])
-            affordable = self._affordable(answers)
-            if affordable < len(answers):
-                return answers[:affordable]
-        return answers
+            answers = mechanism.aggregate(counts[rows], student=student)
+            known = answers if known is None else known + answers
+            affordable = self._affordable(known)
+            if affordable < len(known):
+                return known[:affordable]
+        assert known is not None
+        return known
 
     def _affordable(self, answers: Answers) -> int:
         """How many of the answers, from the first, are within the budget."""
