@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdpfl import _formats
 from tfdpfl._names import accept_old_names
@@ -29,14 +29,63 @@ __all__ = ["PrivacyLedger", "check_ledger"]
 Number = TypeVar("Number", int, float)
 
 
+class _Row:
+    """One entry of a ledger: a `run`, which has its event and its numbers, and what is known of it besides."""
+
+    run: "Run | CorrelatedRun | _Applied"
+    dataset: str | None = None
+    origins: tuple[tuple[str, int], ...] = ()  # of counted steps: who took them, and how many steps came before
+    unknown: bool = False  # whether nothing is known of the steps but their noise
+
+    def text(self) -> str:
+        """Returns a line for a report, which lists runs by itself."""
+        raise NotImplementedError
+
+    def saved(self) -> Json:
+        """Returns the row as values that JSON can hold; `_row_of` is the inverse."""
+        raise NotImplementedError
+
+    def add_to(self, ledger: "PrivacyLedger") -> None:
+        """Adds the row to a ledger, which may hold some of its steps already."""
+        ledger._rows.append(self)
+
+    @property
+    def most(self) -> int:
+        """How many examples of a user its neighbours differ in."""
+        return getattr(self.run, "max_examples_per_user", 1)
+
+    def of_group(self, number: int) -> "_Row":
+        """Returns the row for neighbours that differ in so many examples."""
+        return _OfGroup(self, number)
+
+
 @dataclass(frozen=True)
-class _Applied:
+class _OfGroup(_Row):
+    """A row whose noise is Gaussian, for neighbours that differ in several examples."""
+
+    row: _Row
+    max_examples_per_user: int
+
+    @property
+    def run(self) -> Any:  # type: ignore[override]
+        return self
+
+    def stated_for(self, adjacency: str) -> DpEvent | None:
+        event = self.row.run.stated_for(adjacency)
+        return None if event is None else gaussian_of_group(event, self.max_examples_per_user)
+
+
+@dataclass(frozen=True)
+class _Applied(_Row):
     event: DpEvent
     count: int
     adjacency: str
     unit: str | None = None
     name: str | None = None
-    max_examples_per_user: ClassVar[int] = 1
+
+    @property
+    def run(self) -> "_Applied":  # type: ignore[override]
+        return self
 
     @property
     def steps(self) -> int:
@@ -56,74 +105,99 @@ class _Applied:
         releases = f"{self.count} {'release' if self.count == 1 else 'releases'}"
         return f"{self.name or kind}, {releases}{noise}, adjacency {self.adjacency}"
 
+    def saved(self) -> Json:
+        more = {key: value for key in ("unit", "name") if (value := getattr(self, key)) is not None}
+        return {"event": _encode(self.event), "count": self.count, "adjacency": self.adjacency, **more}
 
-class _OfRun:
-    """What a row says of its run."""
-
-    run: "Run | CorrelatedRun"
-
-    @property
-    def adjacency(self) -> str | None:
-        return self.run.adjacency
-
-    @property
-    def steps(self) -> int:
-        return self.run.steps
-
-    @property
-    def participations(self) -> int:
-        return self.run.participations
-
-    @property
-    def unit(self) -> str:
-        return self.run.unit
-
-    @property
-    def max_examples_per_user(self) -> int:
-        return getattr(self.run, "max_examples_per_user", 1)
-
-    def stated_for(self, adjacency: str) -> DpEvent | None:
-        return self.run.stated_for(adjacency)
+    def add_to(self, ledger: "PrivacyLedger") -> None:
+        ledger.add(self.event, self.count, adjacency=self.adjacency, unit=self.unit, name=self.name)
 
 
 @dataclass(frozen=True)
-class _Counted(_OfRun):
+class _Recorded(_Row):
+    """Steps that add up, in their order."""
+
+    run: Run
+
+    def saved(self) -> Json:
+        return {"run": _saved_run(self.run)}
+
+    def of_group(self, number: int) -> _Row:
+        return _Recorded(dataclasses.replace(self.run, max_examples_per_user=number))
+
+
+@dataclass(frozen=True)
+class _Counted(_Row):
     """The first steps that one optimizer object took: `run` has their number, and what is known of them."""
 
-    origin: str
-    dataset: str | None
     run: Run
+    origins: tuple[tuple[str, int], ...]
+    dataset: str | None
     unknown: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.origin, self.dataset, self.unknown, _mechanism(self.run)
+        return self.origins, self.dataset, self.unknown, _mechanism(self.run)
 
     def text(self) -> str:
         return (
-            f"{self.steps} steps of which only the noise multiplier {self.run.noise_multiplier:g} is known: ε counts "
-            "them as if every example took part in each"
+            f"{self.run.steps} steps of which only the noise multiplier {self.run.noise_multiplier:g} is known: ε "
+            "counts them as if every example took part in each"
         )
+
+    def saved(self) -> Json:
+        ((origin, _),) = self.origins
+        return {"run": _saved_run(self.run), "origin": origin, "dataset": self.dataset, "unknown": self.unknown}
+
+    def of_group(self, number: int) -> _Row:
+        # Where nothing but the noise is known of the batches, all of the group may be in each.
+        more: Keywords = {"num_examples": number, "batch_size": number} if self.unknown else {}
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, max_examples_per_user=number, **more))
+
+    def add_to(self, ledger: "PrivacyLedger") -> None:
+        for i, row in enumerate(ledger._rows):
+            if isinstance(row, _Counted) and row.key == self.key:
+                ledger._rows[i] = dataclasses.replace(row, run=_longest(row.run, self.run))
+                return
+        ledger._rows.append(self)
 
 
 @dataclass(frozen=True)
-class _Correlated(_OfRun):
+class _Correlated(_Row):
     """A training with correlated noise. `origins` tells who took its steps: each begins after so many of them."""
 
+    run: "CorrelatedRun"
     origins: tuple[tuple[str, int], ...]
     dataset: str | None
-    run: "CorrelatedRun"
 
     def text(self) -> str:
         return self.run.text()
 
     def goes_on_from(self, other: "_Correlated") -> bool:
         """Whether the other is what this one was earlier, or the same."""
-        begun = tuple(origin for origin in self.origins if origin[1] < other.steps)
-        alike = self.dataset == other.dataset and begun == other.origins and self.steps >= other.steps
+        steps = other.run.steps
+        begun = tuple(origin for origin in self.origins if origin[1] < steps)
+        alike = self.dataset == other.dataset and begun == other.origins and self.run.steps >= steps
         # Steps that an example moves by more clips count for the earlier ones, too.
         alike &= self.run.noise == other.run.noise and self.run.noise_multiplier <= other.run.noise_multiplier
         return alike and bool(other.origins)
+
+    def saved(self) -> Json:
+        return {"correlated": self.run.to_dict(), "origins": self.origins, "dataset": self.dataset}
+
+    def add_to(self, ledger: "PrivacyLedger") -> None:
+        others = [row for row in ledger._rows if isinstance(row, _Correlated)]
+        longer = any(row.goes_on_from(self) and not self.goes_on_from(row) for row in others)
+        if longer or not self.run.num_steps:
+            return
+        earlier = [row for row in others if self.goes_on_from(row)]
+        # Of the same steps, seen twice, the more cautious view stands.
+        views = [self.run, *(row.run for row in earlier if row.goes_on_from(self))]
+        run = dataclasses.replace(
+            self.run, min_separation=min(run.min_separation for run in views),
+            max_participations=_most([run.max_participations for run in views]),
+        )  # fmt: skip
+        ledger._rows = [row for row in ledger._rows if row not in earlier] + [dataclasses.replace(self, run=run)]
 
 
 _USER_RULES = (
@@ -138,39 +212,6 @@ _SEEDED = (
     "The noise of {} comes from a seed: anyone who knows it can subtract the noise. To publish a result, draw it with "
     "seed=None."
 )
-
-
-def _is_unknown(row: "_Row") -> TypeGuard[_Counted]:
-    return isinstance(row, _Counted) and row.unknown
-
-
-_Row = Run | _Applied | _Counted | _Correlated
-
-
-@dataclass(frozen=True)
-class _OfGroup:
-    """A row whose noise is Gaussian, for neighbours that differ in several examples."""
-
-    row: _Applied | _Correlated
-    max_examples_per_user: int
-
-    def stated_for(self, adjacency: str) -> DpEvent | None:
-        event = self.row.stated_for(adjacency)
-        return None if event is None else gaussian_of_group(event, self.max_examples_per_user)
-
-
-def _of_group(row: _Row, number: int) -> _Row | _OfGroup:
-    """Returns a row for neighbours that differ in so many examples, or as it is if it was recorded for several."""
-    if number == 1 or row.max_examples_per_user > 1:
-        return row
-    if isinstance(row, _Applied | _Correlated):
-        return _OfGroup(row, number)
-    if isinstance(row, Run):
-        return dataclasses.replace(row, max_examples_per_user=number)
-    run = row.run
-    if row.unknown:  # nothing but the noise is known of the batches: all of the group may be in each
-        run = dataclasses.replace(run, num_examples=number, batch_size=number)
-    return dataclasses.replace(row, run=dataclasses.replace(run, max_examples_per_user=number))
 
 
 # The fields of a saved `Run`, by the version of the format that has them. A field that is new is left out of the file
@@ -197,6 +238,21 @@ def _run_of(saved: Json) -> Run:
     """Returns the run that `_saved_run` saved."""
     fields = {saved_as: name for name, saved_as in SAVED_AS.items()}
     return Run(**{fields.get(name, name): value for name, value in saved.items()})
+
+
+def _row_of(saved: Json) -> _Row:
+    if "correlated" in saved:
+        from tfdpfl.accounting.correlated import CorrelatedRun  # it loads numpy, which most need not
+
+        run_of_all = CorrelatedRun.from_dict(saved["correlated"])
+        return _Correlated(run_of_all, tuple(map(tuple, saved["origins"])), saved["dataset"])
+    if "run" not in saved:
+        more = {key: saved.get(key) for key in ("unit", "name")}
+        return _Applied(_decode(saved["event"]), saved["count"], saved["adjacency"], **more)
+    run = _run_of(saved["run"])
+    if "origin" not in saved:
+        return _Recorded(run)
+    return _Counted(run, ((saved["origin"], 0),), saved["dataset"], saved["unknown"])
 
 
 def _version_of(runs: Sequence[Json]) -> int:
@@ -274,17 +330,21 @@ class PrivacyLedger:
         for i, row in enumerate(earlier, start=len(self._rows) - len(earlier)):
             joined = _joined(row, made, goes_on=not (shuffled and new_pass))
             if joined is not None:
-                self._rows[i] = joined
+                self._rows[i] = _Recorded(joined)
                 return self
         if shuffled and not new_pass and not self._passes_are_whole:
             made = dataclasses.replace(made, starts_mid_epoch=True)
         self._goes_on |= shuffled
-        self._rows.append(made)
+        self._rows.append(_Recorded(made))
         return self
 
     @property
+    def _recorded(self) -> list[Run]:
+        return [row.run for row in self._rows if isinstance(row, _Recorded)]
+
+    @property
     def _shuffled(self) -> list[Run]:
-        return [row for row in self._rows if isinstance(row, Run) and row.scheme.counts_passes]
+        return [run for run in self._recorded if run.scheme.counts_passes]
 
     @property
     def _passes_are_whole(self) -> bool:
@@ -364,7 +424,7 @@ class PrivacyLedger:
             sampling=sampling, num_epochs=num_epochs, uneven_batches=uneven or None, **run,
         )  # fmt: skip
         if made.steps:
-            self._unite(_Counted(origin, dataset, made, unknown))
+            _Counted(made, ((origin, 0),), dataset, unknown).add_to(self)
         return self
 
     def count_correlated(
@@ -382,65 +442,30 @@ class PrivacyLedger:
             dataset: A name for the data set, if it has one.
         """
         if run.num_steps:
-            self._unite_correlated(_Correlated(tuple((str(o), int(n)) for o, n in origins), dataset, run))
+            _Correlated(run, tuple(origins), dataset).add_to(self)
         return self
-
-    def _unite_correlated(self, new: _Correlated) -> None:
-        rows = [row for row in self._rows if isinstance(row, _Correlated)]
-        for row in rows:
-            if row.goes_on_from(new) and not new.goes_on_from(row):
-                return
-        # Of the same steps, seen twice, the more cautious view stands.
-        same = [row for row in rows if row.goes_on_from(new) and new.goes_on_from(row)]
-        bounds = [row.run for row in [new, *same]]
-        if same:
-            new = dataclasses.replace(new, run=dataclasses.replace(
-                new.run, min_separation=min(run.min_separation for run in bounds),
-                max_participations=_most([run.max_participations for run in bounds]),
-            ))  # fmt: skip
-        self._rows = [r for r in self._rows if not (isinstance(r, _Correlated) and new.goes_on_from(r))]
-        self._rows.append(new)
 
     def merge(self, other: "PrivacyLedger") -> "PrivacyLedger":
         """Adds what another ledger holds, and returns this one. Steps that optimizers counted are known by their
         origin, so those that both ledgers hold count once; all else adds up. A `record` that follows goes on in the
         pass that this ledger was in, not in one of the other's.
         """
-        recorded: list[_Row] = [row for row in other._rows if isinstance(row, Run)]
         if other._shuffled and not self._shuffled:
             self._goes_on = False
-        self._rows = [*recorded, *self._rows]
+        self._rows = [*map(_Recorded, other._recorded), *self._rows]
         self.user_rules |= other.user_rules
         self.seeded |= other.seeded
-        for row in other._rows:
-            if isinstance(row, _Counted):
-                self._unite(row)
-            elif isinstance(row, _Correlated):
-                self._unite_correlated(row)
-            elif isinstance(row, _Applied):
-                self.add(row.event, row.count, adjacency=row.adjacency, unit=row.unit, name=row.name)
+        for row in list(other._rows):
+            if not isinstance(row, _Recorded):
+                row.add_to(self)
         return self
-
-    def _unite(self, new: _Counted) -> None:
-        for i, row in enumerate(self._rows):
-            if isinstance(row, _Counted) and row.key == new.key:
-                run = dataclasses.replace(
-                    row.run, num_steps=max(row.run.steps, new.run.steps),
-                    num_epochs=_most([row.run.num_epochs, new.run.num_epochs]),
-                    uneven_batches=row.run.uneven_batches or new.run.uneven_batches,
-                )  # fmt: skip
-                self._rows[i] = dataclasses.replace(row, run=run)
-                return
-        self._rows.append(new)
 
     def of_dataset(self, dataset: str | None) -> "PrivacyLedger":
         """The rows that may be about this data set: those with its name, and those with none. Of a data set without a
         name all rows may be.
         """
         ledger = copy.copy(self)
-        ledger._rows = [
-            row for row in self._rows if dataset is None or getattr(row, "dataset", None) in (None, dataset)
-        ]
+        ledger._rows = [row for row in self._rows if dataset is None or row.dataset in (None, dataset)]
         return ledger
 
     def covers(self, other: "PrivacyLedger") -> bool:
@@ -459,18 +484,17 @@ class PrivacyLedger:
     @property
     def steps(self) -> int:
         """Noisy updates and applications of events, all rows together."""
-        return sum(row.steps for row in self._rows)
+        return sum(row.run.steps for row in self._rows)
 
     @property
     def origins(self) -> set[str]:
         """Whose counted steps the ledger holds."""
-        counted = {row.origin for row in self._rows if isinstance(row, _Counted)}
-        return counted | {o for row in self._rows if isinstance(row, _Correlated) for o, _ in row.origins}
+        return {origin for row in self._rows for origin, _ in row.origins}
 
     @property
     def unknown_steps(self) -> int:
         """Steps of which nothing is known but their noise."""
-        return sum(row.steps for row in self._rows if _is_unknown(row))
+        return sum(row.run.steps for row in self._rows if row.unknown)
 
     @property
     def dp_event(self) -> DpEvent:
@@ -481,12 +505,12 @@ class PrivacyLedger:
         from dp_accounting import dp_event
 
         adjacency, rows = self.adjacency, self._rows_for(max_examples_per_user)
-        events = [event for row in rows if (event := row.stated_for(adjacency)) is not None]
+        events = [event for row in rows if (event := row.run.stated_for(adjacency)) is not None]
         if not events:
             return dp_event.NoOpDpEvent()
         return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
 
-    def _rows_for(self, number: int) -> list[_Row | _OfGroup]:
+    def _rows_for(self, number: int) -> list[_Row]:
         """Returns the rows for neighbours that differ in so many examples, or in those that they were recorded for."""
         _checks.whole("max_examples_per_user", number, 1, "count the examples of the user with the most")
         if self.unit == "user" and number > 1:  # and refuses several
@@ -494,8 +518,8 @@ class PrivacyLedger:
                 f"max_examples_per_user={number} is for steps that clip each example by itself, but this ledger's "
                 "steps clip all examples of a user together, so its ε is that of a user: leave it out"
             )
-        rows = [_of_group(row, number) for row in self._rows]
-        users = sorted({row.max_examples_per_user for row in rows})
+        rows = [row if number == 1 or row.most > 1 else row.of_group(number) for row in self._rows]
+        users = sorted({row.most for row in rows})
         if users[1:]:
             raise PrivacyError(
                 f"the ledger's rows are for users of up to {' and '.join(map(str, users))} examples, which do not "
@@ -512,8 +536,8 @@ class PrivacyLedger:
         Raises:
             PrivacyError: They protect different units.
         """
-        units = sorted(filter(None, {row.unit for row in self._rows}))
-        if units[1:] and not any(row.unit == "example" and not _is_unknown(row) for row in self._rows):
+        units = sorted(filter(None, {row.run.unit for row in self._rows}))
+        if units[1:] and not any(row.run.unit == "example" and not row.unknown for row in self._rows):
             raise PrivacyError(
                 f"{self.unknown_steps} steps ran of which only the noise is known, and the others protect users. A "
                 "user may have had rows in several places of such a step, so no ε of a user is known. Give every fit "
@@ -535,13 +559,13 @@ class PrivacyLedger:
         Raises:
             PrivacyError: There is none.
         """
-        stated = {str(row.adjacency) for row in self._rows} or {"add_or_remove_one"}
+        stated = {str(row.run.adjacency) for row in self._rows} or {"add_or_remove_one"}
         if len(stated) == 1:
             return stated.pop()
         # A DP-SGD step with an example blanked is the step without it. Of a row that replaces one, fewer neighbours
         # than it was recorded for would be less than was asked.
         common = "replace_one" if "replace_one" in stated else "zero_out"
-        if all(row.stated_for(common) is not None for row in self._rows):
+        if all(row.run.stated_for(common) is not None for row in self._rows):
             return common
         raise PrivacyError(
             f"the ledger's rows are stated for different neighbours ({', '.join(sorted(stated))}), "
@@ -570,21 +594,15 @@ class PrivacyLedger:
         `notes` are sentences to put beside it. All else is as in `epsilon`.
         """
         adjacency, rows = self.adjacency, self._rows_for(max_examples_per_user)
-        most = rows[0].max_examples_per_user if rows else max_examples_per_user
-        if self.user_rules:
-            notes = [*notes, _USER_RULES.format(", ".join(sorted(self.user_rules)))]
-        if self.seeded:
-            notes = [*notes, _SEEDED.format(" and ".join(sorted(self.seeded)))]
-        if self.unknown_steps:
-            notes = [*notes, _ONCE]
-        recorded = [row for row in rows if isinstance(row, Run)]
+        most, notes = rows[0].most if rows else max_examples_per_user, [*notes, *self._cautions()]
+        recorded = [row.run for row in rows if isinstance(row, _Recorded)]
         counted = [row.run for row in rows if isinstance(row, _Counted) and not row.unknown]
-        others = [row for row in self._rows if isinstance(row, _Applied | _Correlated) or _is_unknown(row)]
+        others = [row for row in self._rows if row.unknown or not isinstance(row, _Recorded | _Counted)]
         runs = [dataclasses.replace(run, adjacency=adjacency) for run in [*recorded, *_added_up(counted)]]
         if not runs and self.unit == "user":
-            notes = [*notes, USERS_ARE_UNITS]
+            notes.append(USERS_ARE_UNITS)
         if not runs and most > 1:
-            notes = [*notes, OF_SEVERAL_EXAMPLES.format(k=most)]
+            notes.append(OF_SEVERAL_EXAMPLES.format(k=most))
         texts, event = [row.text() for row in others], self._event(max_examples_per_user)
         report = report_of(runs, event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
         report = dataclasses.replace(report, unit=self.unit, max_examples_per_user=most)
@@ -595,8 +613,16 @@ class PrivacyLedger:
         unknown: Keywords = dict.fromkeys(of_runs.split())
         if not all(isinstance(row, _Applied) for row in others):
             unknown["sampling"] = None  # other steps were drawn otherwise; releases are no steps
-        touched = report.participations + sum(row.participations for row in others)
+        touched = report.participations + sum(row.run.participations for row in others)
         return dataclasses.replace(report, steps=self.steps, participations=touched, **unknown)
+
+    def _cautions(self) -> Iterator[str]:
+        if self.user_rules:
+            yield _USER_RULES.format(", ".join(sorted(self.user_rules)))
+        if self.seeded:
+            yield _SEEDED.format(" and ".join(sorted(self.seeded)))
+        if self.unknown_steps:
+            yield _ONCE
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
@@ -604,20 +630,7 @@ class PrivacyLedger:
 
     def to_dict(self) -> Json:
         """The ledger as values that JSON can hold."""
-        rows: list[Json] = []
-        for row in self._rows:
-            if isinstance(row, _Applied):
-                more = {key: value for key in ("unit", "name") if (value := getattr(row, key)) is not None}
-                rows.append({"event": _encode(row.event), "count": row.count, "adjacency": row.adjacency, **more})
-                continue
-            if isinstance(row, _Correlated):
-                rows.append({"correlated": row.run.to_dict(), "origins": row.origins, "dataset": row.dataset})
-                continue
-            run = row if isinstance(row, Run) else row.run
-            saved: Json = {"run": _saved_run(run)}
-            if isinstance(row, _Counted):
-                saved |= {"origin": row.origin, "dataset": row.dataset, "unknown": row.unknown}
-            rows.append(saved)
+        rows = [row.saved() for row in self._rows]
         about = {name: sorted(kept) for name in _ABOUT if (kept := getattr(self, name))}
         version = _version_of([row["run"] for row in rows if "run" in row])
         return {**_formats.stamp(version), "rows": rows, **about}
@@ -638,21 +651,7 @@ class PrivacyLedger:
             for name in _ABOUT:
                 setattr(ledger, name, frozenset(saved.get(name, ())))
             for row in saved["rows"]:
-                if "correlated" in row:
-                    from tfdpfl.accounting.correlated import CorrelatedRun  # it loads numpy, which most need not
-
-                    run_of_all = CorrelatedRun.from_dict(row["correlated"])
-                    ledger.count_correlated(row["origins"], run_of_all, dataset=row["dataset"])
-                elif "run" in row:
-                    run = _run_of(row["run"])
-                    if "origin" in row:
-                        ledger._unite(_Counted(row["origin"], row["dataset"], run, row["unknown"]))
-                    else:
-                        ledger._rows.append(run)
-                else:
-                    event = _decode(row["event"])
-                    more = {key: row.get(key) for key in ("unit", "name")}
-                    ledger.add(event, row["count"], adjacency=row["adjacency"], **more)
+                _row_of(row).add_to(ledger)
         except (KeyError, TypeError) as error:
             raise ValueError(f"saved is not what PrivacyLedger.to_dict gave: {error}") from error
         return ledger
@@ -674,21 +673,30 @@ def _most(numbers: Sequence[Number | None]) -> Number | None:
     return max(known) if len(known) == len(numbers) else None
 
 
+def _longest(a: Run, b: Run) -> Run:
+    """Returns one run for two views of the same steps, that of the more of them."""
+    return dataclasses.replace(
+        a, num_steps=max(a.steps, b.steps), num_epochs=_most([a.num_epochs, b.num_epochs]),
+        uneven_batches=a.uneven_batches or b.uneven_batches,
+    )  # fmt: skip
+
+
 def _joined(row: _Row, made: Run, goes_on: bool) -> Run | None:
     """Returns a recorded run with one that ran after it, or None where the two do not cost what one run does.
 
     Args:
         goes_on: Whether the steps of the second are in the passes of the first.
     """
-    if not isinstance(row, Run) or not _same_mechanism(row, made):
+    if not isinstance(row, _Recorded) or not _same_mechanism(row.run, made):
         return None
-    if row.num_epochs is None and made.num_epochs is None:
-        return dataclasses.replace(row, num_steps=row.steps + made.steps) if goes_on else None
-    if row.num_epochs is None or made.num_epochs is None or not float(row.num_epochs).is_integer():
+    run = row.run
+    if run.num_epochs is None and made.num_epochs is None:
+        return dataclasses.replace(run, num_steps=run.steps + made.steps) if goes_on else None
+    if run.num_epochs is None or made.num_epochs is None or not float(run.num_epochs).is_integer():
         return None
-    counted = row.num_steps is not None or made.num_steps is not None
-    steps = row.steps + made.steps if counted else None
-    return dataclasses.replace(row, num_epochs=row.num_epochs + made.num_epochs, num_steps=steps)
+    counted = run.num_steps is not None or made.num_steps is not None
+    steps = run.steps + made.steps if counted else None
+    return dataclasses.replace(run, num_epochs=run.num_epochs + made.num_epochs, num_steps=steps)
 
 
 def _mechanism(run: Run) -> Run:
