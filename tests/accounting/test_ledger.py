@@ -9,7 +9,9 @@ import pytest
 from accounting_cases import DATA, RUN, gaussian_epsilon
 
 from tfdpfl.accounting import PrivacyLedger, compute_epsilon, price, privacy_report
+from tfdpfl.accounting.correlated import CorrelatedRun
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise import Tree
 
 
 def test_passes_that_were_begun_are_priced_and_their_steps_counted():
@@ -227,3 +229,18 @@ def test_what_has_no_price_for_several_examples_is_refused():
             PrivacyLedger().epsilon(1e-5, max_examples_per_user=wrong)
     own = PrivacyLedger().record(3.0, max_examples_per_user=3, **DATA)
     assert own.epsilon(1e-5, "rdp") == own.epsilon(1e-5, "rdp", 3) == own.epsilon(1e-5, "rdp", 2)
+
+
+def test_views_of_one_training_count_once_and_the_most_cautious_one_stands():
+    def seen(steps, apart, **more):
+        run = CorrelatedRun(noise=Tree(), noise_multiplier=4.0, num_steps=steps, min_separation=apart, **more)
+        return PrivacyLedger().count_correlated((("one", 0),), run, dataset="d")
+
+    longer, shorter = seen(8, 4), seen(4, 4)
+    assert seen(8, 4).merge(shorter) == longer == seen(4, 4).merge(longer)
+    cautious = seen(8, 2, max_participations=3)
+    assert seen(8, 4, max_participations=2).merge(cautious) == cautious == seen(8, 2, max_participations=3).merge(
+        seen(8, 4, max_participations=2))  # fmt: skip
+    counted = PrivacyLedger().count("one", 1.0, 5, dataset="d").count("two", 1.0, 5)
+    assert counted.merge(PrivacyLedger().count("one", 1.0, 3, dataset="d").count("two", 1.0, 7)).unknown_steps == 12
+    assert PrivacyLedger.from_dict(json.loads(json.dumps(counted.merge(longer).to_dict()))) == counted
