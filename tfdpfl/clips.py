@@ -139,18 +139,22 @@ class PerLayerClip:
         elif isinstance(clips, Sequence) and not isinstance(clips, str):
             clips = tuple(clips)
         _checks.keep(self, "clips", clips)
-        given = clips.values() if isinstance(clips, dict) else clips if isinstance(clips, tuple) else [clips]
-        if not given:
+        if not self.values:
             raise ValueError(f"clips={clips!r} has no clip: give one number for all layers, or one for each.")
-        for clip in given:
+        for clip in self.values:
             _checks.real("clips", clip, "give the largest norm of a layer's gradient, for instance 1.0", above=0)
+
+    @property
+    def values(self) -> list[float]:
+        """The numbers: of each layer, or one of all layers together."""
+        if isinstance(self.clips, dict):
+            return list(self.clips.values())
+        return list(self.clips) if isinstance(self.clips, tuple) else [self.clips]  # type: ignore[list-item]
 
     @property
     def norm(self) -> float:
         """C, the largest norm of all of an example's gradient."""
-        if isinstance(self.clips, dict | tuple):
-            return math.hypot(*(self.clips.values() if isinstance(self.clips, dict) else self.clips))
-        return float(self.clips)  # type: ignore[arg-type]
+        return math.hypot(*self.values)
 
     def groups(self, paths: Sequence[str]) -> tuple[list[int], list[float]]:
         """(the group of each weight, the clip of each group); a weight is given by its path, ``layer/.../name``.
@@ -168,14 +172,14 @@ class PerLayerClip:
                         f"{path!r}. Give names of layers so that each weight has one."
                     )
             keys = list(self.clips)
-            return [keys.index(names[0]) for names in found], list(map(float, self.clips.values()))
+            return [keys.index(names[0]) for names in found], list(map(float, self.values))
         order = list(dict.fromkeys(layers))
-        if isinstance(self.clips, tuple) and len(self.clips) != len(order):
+        shares = self.values if isinstance(self.clips, tuple) else [self.norm / math.sqrt(len(order))] * len(order)
+        if len(shares) != len(order):
             raise ValueError(
-                f"clips={self.clips!r} has {len(self.clips)} clips, but {len(order)} layers are trained "
+                f"clips={self.clips!r} has {len(shares)} clips, but {len(order)} layers are trained "
                 f"({', '.join(order)}): give one for each, in this order, or one number for all."
             )
-        shares = self.clips if isinstance(self.clips, tuple) else [self.norm / math.sqrt(len(order))] * len(order)
         return [order.index(layer) for layer in layers], list(map(float, shares))
 
 

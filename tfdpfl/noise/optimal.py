@@ -47,6 +47,20 @@ def _minimized(loss: Callable, start: np.ndarray, **how: Any) -> Any:
         return minimize(loss, start, jac=True, **how)
 
 
+def _weights(num_steps: int, error: str) -> np.ndarray:
+    """Returns what the square of each base normal's part in the running sums counts for in their error."""
+    return np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+
+
+def _moved_with_slope(column: np.ndarray, num_steps: int, separation: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how far one example moves each noise, and half the slope of the square of that by the column."""
+    moved = moved_by_toeplitz(column, num_steps, separation, most)
+    slope = moved.copy()
+    for k in range(1, most):
+        slope[: num_steps - k * separation] += moved[k * separation :]
+    return moved, slope
+
+
 @functools.lru_cache(maxsize=64)
 def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, ...]:
     """Finds the coefficients with the least product of the column's norm and the running sums' error, by L-BFGS from
@@ -61,7 +75,7 @@ def best_bands(bands: int, num_steps: int, error: str = "rms") -> tuple[float, .
 
     bands_ = min(bands, num_steps)
     first = np.eye(1, num_steps)[0]
-    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+    weights = _weights(num_steps, error)
 
     def loss(rest: np.ndarray) -> tuple[float, np.ndarray]:
         c = np.concatenate([[1.0], rest])
@@ -107,7 +121,7 @@ def best_inverse_bands(
 
     bands_ = min(bands, num_steps)
     first = np.eye(1, num_steps)[0]
-    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+    weights = _weights(num_steps, error)
 
     def column_and_slopes(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The column of C, and minus its slope by the j-th coefficient, before it is moved down by j."""
@@ -118,10 +132,7 @@ def best_inverse_bands(
         sums = np.cumsum(np.concatenate([[1.0], rest, np.zeros(num_steps - bands_)]))
         with np.errstate(all="ignore"):
             column, slopes = column_and_slopes(rest)
-            moved = moved_by_toeplitz(column, num_steps, separation, most)
-            to_column = moved.copy()
-            for k in range(1, most):
-                to_column[: num_steps - k * separation] += moved[k * separation :]
+            moved, to_column = _moved_with_slope(column, num_steps, separation, most)
             squared, variance = moved @ moved, weights @ sums**2
             value = squared * variance
             by_moved = [-(to_column[j:] @ slopes[: num_steps - j]) for j in range(1, bands_)]
@@ -167,7 +178,7 @@ def best_buffers(
     """
     i = np.arange(num_steps - 1)[:, None].astype(float)
     before = (np.arange(num_steps - 1) - 1).clip(0)
-    weights = np.arange(num_steps, 0, -1) / num_steps if error == "rms" else np.ones(num_steps)
+    weights = _weights(num_steps, error)
 
     def parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Decays and scales of C, and of C⁻¹; x may be complex."""
@@ -189,10 +200,7 @@ def best_buffers(
                 return 1e300, np.zeros(len(x))
             powers = decay**i
             column = np.concatenate([[1.0], powers @ scale])
-            moved = moved_by_toeplitz(column, num_steps, separation, most)
-            to_column = moved.copy()
-            for k in range(1, most):
-                to_column[: num_steps - k * separation] += moved[k * separation :]
+            moved, to_column = _moved_with_slope(column, num_steps, separation, most)
             inverse_powers = inverse_decay**i
             geometric = np.cumsum(inverse_powers, 0)
             sums = np.concatenate([[1.0], 1 + geometric @ inverse_scale])

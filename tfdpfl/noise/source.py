@@ -135,11 +135,7 @@ class Source:
     ) -> list[np.ndarray]:
         sizes, line = [math.prod(shape) for shape in shapes], _ALIGNED // 4  # tensorflow.c lays them out likewise
         starts = np.cumsum([0] + [-(-size // line) * line for size in sizes]).tolist()
-        if key:
-            numbers = KeyStream(*key).normals(starts[-1], stddev)
-        else:
-            with self._lock:
-                numbers = self._opened().normals(starts[-1], stddev)
+        numbers = self._draw(lambda stream: stream.normals(starts[-1], stddev), *key)
         return [numbers[at : at + size].reshape(shape) for at, size, shape in zip(starts, sizes, shapes, strict=False)]
 
     def normals(self, shape: Sequence[int]) -> np.ndarray:
@@ -149,6 +145,13 @@ class Source:
         """
         coarse, fine = (part.astype(np.float64) for part in self.arrays([shape, shape]))
         return coarse + 2.0**-24 * fine
+
+    def _draw(self, take: Callable[[KeyStream], np.ndarray], *key: np.ndarray) -> np.ndarray:
+        """Returns what is taken from the stream of a key, or from the host's if there is none."""
+        if key:
+            return take(KeyStream(*key))
+        with self._lock:
+            return take(self._opened())
 
     def _opened(self) -> KeyStream:
         """Returns the host's stream, for whoever holds the lock; its key is drawn when it is first asked for."""
@@ -169,13 +172,9 @@ class Source:
         self.generator = AES
 
         def draw(length, stddev, *key):
-            size = int(length + length % 2)
-            if key:
-                return KeyStream(*key).normals(size, stddev)[:length]
-            with self._lock:
-                return self._opened().normals(size, stddev)[:length]
+            return self._draw(lambda stream: stream.normals(int(length + length % 2), stddev), *key)[:length]
 
-        inputs = [length, stddev, *([] if key is None else [key])]
+        inputs = [length, stddev, *_given(key)]
         return tf.ensure_shape(tf.numpy_function(draw, inputs, tf.float32), [None])
 
     @tf.autograph.experimental.do_not_convert
@@ -184,10 +183,7 @@ class Source:
         if not _on_host():
             return self._philox_key()
 
-        def draw():
-            with self._lock:
-                return self._opened().words(np.empty(2, np.int64))
-
+        draw = lambda: self._draw(lambda stream: stream.words(np.empty(2, np.int64)))  # noqa: E731
         return tf.ensure_shape(tf.numpy_function(draw, [], tf.int64), [2])
 
     def shared(self, key: tf.Tensor) -> Source:
@@ -213,12 +209,9 @@ class Source:
         self.generator = AES
 
         def draw(sigma, *key):
-            if key:
-                return discrete_gaussian(KeyStream(*key).words, size, int(sigma))
-            with self._lock:
-                return discrete_gaussian(self._opened().words, size, int(sigma))
+            return self._draw(lambda stream: discrete_gaussian(stream.words, size, int(sigma)), *key)
 
-        inputs = [tf.cast(sigma, tf.int64), *([] if key is None else [key])]
+        inputs = [tf.cast(sigma, tf.int64), *_given(key)]
         return tf.ensure_shape(tf.numpy_function(draw, inputs, tf.int64), [size])
 
     def unique(self) -> tf.Tensor:
@@ -258,8 +251,9 @@ class Source:
             return self._arrays([shape.as_list() for shape in shapes], stddev, *key)
 
         # One call for all tensors: a call costs more than the numbers of a small one.
-        inputs = [stddev] if key is None else [stddev, key]
-        normals = tf.nest.flatten(tf.numpy_function(draw, inputs, [tf.float32] * len(shapes)) if shapes else [])
+        normals = tf.nest.flatten(
+            tf.numpy_function(draw, [stddev, *_given(key)], [tf.float32] * len(shapes)) if shapes else []
+        )
         for normal, shape in zip(normals, shapes, strict=True):
             normal.set_shape(shape)
         return normals
@@ -308,6 +302,10 @@ class _Shared(Source):
             lambda key: KeyStream(key).words(np.empty([at + 1, 2], np.int64)), [self._key], tf.int64
         )
         return tf.ensure_shape(keys[at], [2])
+
+
+def _given(key: tf.Tensor | None) -> list[tf.Tensor]:
+    return [] if key is None else [key]
 
 
 def _on_host() -> bool:

@@ -117,10 +117,8 @@ class PerLayer(Clipping[clips.PerLayerClip]):
 
     @property
     def current(self) -> list[float]:
-        given = self.clip.clips
-        if isinstance(given, dict | tuple):
-            return list(map(float, given.values() if isinstance(given, dict) else given))
-        return list(self._shares or [self.clip.norm])
+        shared = not isinstance(self.clip.clips, dict | tuple)
+        return list(self._shares if shared and self._shares else map(float, self.clip.values))
 
     def clipped(self, plan: ClippingPipeline, variables: Sequence, denominator: Denominator) -> _Sums:
         group_of, self._shares = self.clip.groups([name_of(v) for v in variables])
