@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -173,19 +173,21 @@ def _are_numbers(source: Dataset) -> bool:
     return name_of(source) == "VariantDataset" and (number == -1 or number > 2**62)  # -1 is endless
 
 
-def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
-    """Whether values of what a function is given decide the targets; its lengths do not count."""
+def _ops_behind(targets: Iterable[tf.Tensor]) -> dict[str, tf.Operation]:
+    """The ops that decide the targets, by name; those that decide only their lengths do not count."""
     from tfdpfl.clipping.graph import ancestors as ops_of
 
-    ops = ops_of(targets, follow=lambda t: t.op.type not in _SIZES)
-    return any(t.op.name in ops for t in given)
+    return ops_of(targets, follow=lambda t: t.op.type not in _SIZES)
+
+
+def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
+    """Whether values of what a function is given decide the targets."""
+    return not _ops_behind(targets).keys().isdisjoint(t.op.name for t in given)
 
 
 def _draws(targets: Iterable[tf.Tensor]) -> bool:
-    """Whether random numbers decide the targets; their lengths do not count."""
-    from tfdpfl.clipping.graph import ancestors as ops_of
-
-    return any(map(_is_random, ops_of(targets, follow=lambda t: t.op.type not in _SIZES).values()))
+    """Whether random numbers decide the targets."""
+    return any(map(_is_random, _ops_behind(targets).values()))
 
 
 # -- functions of batches ------------------------------------------------------------------------------------------
@@ -193,25 +195,34 @@ def _draws(targets: Iterable[tf.Tensor]) -> bool:
 
 def _check_batches(dataset: Dataset, called: _Function) -> None:
     """Raises if a function of a batch computes a row from several examples."""
+    for where in _meetings(called):
+        raise PrivacyError(
+            f"{name_of(dataset)} calls a function on whole batches, in which examples meet: {where}. An example then "
+            "changes several rows, each of which is clipped by itself, and ε counts one. Let the function treat each "
+            "example by itself (call it before batch), or leave it out."
+        )
+    for op in called.graph.get_operations():
+        if op.type == "RaggedTensorToTensor" and not _is_fixed(op.inputs[0]) and _depends(op.outputs, called.given):
+            raise _pads(dataset, "to_tensor(shape=[None, 100]), or for a TextVectorization output_sequence_length=100")
+
+
+def _meetings(called: _Function) -> Iterator[str]:
+    """Yields where examples meet in a function of a batch."""
     from tfdpfl.clipping.batch_axis import BatchAxis
     from tfdpfl.clipping.states import Batch, Mixed
 
-    graph, given = called.graph, called.given
-    names = {t.op.name for t in given}
-    axis = BatchAxis(graph, lambda t: Batch(0) if t.op.name in names and t.shape.rank != 0 else None, within=True)
-    mixed = [state for state in map(axis.__getitem__, graph.outputs) if isinstance(state, Mixed)]
+    names = {t.op.name for t in called.given if t.shape.rank != 0}
+    axis = BatchAxis(called.graph, lambda t: Batch(0) if t.op.name in names else None, within=True)
+    mixed = [state for state in map(axis.__getitem__, called.graph.outputs) if isinstance(state, Mixed)]
     for state in mixed:
-        if state.why in _MEET and _of_values(graph, state, given):
-            raise _meets(dataset, state.describe())
+        if state.why in _MEET and _of_values(called.graph, state, called.given):
+            yield state.describe()
     if mixed and _moves_others(called):
-        raise _meets(dataset, f"another first row changes the other rows of its result, and {mixed[0].describe()}")
+        yield f"another first row changes the other rows of its result, and {mixed[0].describe()}"
     for op in axis.ops.values():
         of = axis.states.get((op.inputs[0].op.name, op.inputs[0].value_index)) if op.inputs else None
         if isinstance(of, Batch) and of.axis == 0 and _selects(op) and _draws(op.inputs[1:]):
-            raise _meets(dataset, f"{op.type} ({op.name!r}) picks examples of the batch")
-    for op in graph.get_operations():
-        if op.type == "RaggedTensorToTensor" and not _is_fixed(op.inputs[0]) and _depends(op.outputs, given):
-            raise _pads(dataset, "to_tensor(shape=[None, 100]), or for a TextVectorization output_sequence_length=100")
+            yield f"{op.type} ({op.name!r}) picks examples of the batch"
 
 
 # Ops with a state that may be called with made-up rows.
@@ -307,14 +318,6 @@ def _is_fixed(shape: tf.Tensor) -> bool:
 
     value = constant(shape)
     return value is not None and value.ndim == 1 and bool((value[1:] >= 0).all())
-
-
-def _meets(dataset: Dataset, where: str) -> PrivacyError:
-    return PrivacyError(
-        f"{name_of(dataset)} calls a function on whole batches, in which examples meet: {where}. An example then "
-        "changes several rows, each of which is clipped by itself, and ε counts one. Let the function treat each "
-        "example by itself (call it before batch), or leave it out."
-    )
 
 
 def _pads(dataset: Dataset, remedy: str) -> PrivacyError:
@@ -535,12 +538,19 @@ def _shuffle_alike(one: Dataset, other: Dataset) -> bool:
 def _may_be_disjoint(one: list[Dataset], other: list[Dataset]) -> bool:
     """Whether two data sets, each as `_paths` gives it, may leave out of the same data what the other one has, and in
     each pass the same."""
-    (rows, orders), (others, their_orders) = _rows_of(one), _rows_of(other)
-    if len(orders) == len(their_orders) and all(map(_same_order, orders, their_orders)) and not _meet(rows, others):
+    rows = _rows_in_one_order(one, other)
+    if rows is not None and not _meet(*rows):
         return True
     choosing = [[each for each in path if made_by(each, _CHOOSING)] for path in (one, other)]
     new = any(not any(_same_order(each, its) for its in choosing[1 - i]) for i in (0, 1) for each in choosing[i])
     return new and all(any(made_by(each, (*_CHOOSING, *_PLACES)) for each in path) for path in (one, other))
+
+
+def _rows_in_one_order(one: list[Dataset], other: list[Dataset]) -> tuple[range, range] | None:
+    """The places that each of two paths leaves, if what they leave them of comes in the same order; else None."""
+    (rows, orders), (others, their_orders) = _rows_of(one), _rows_of(other)
+    alike = len(orders) == len(their_orders) and all(map(_same_order, orders, their_orders))
+    return (rows, others) if alike else None
 
 
 def _rows_of(path: list[Dataset]) -> tuple[range, list[Dataset]]:
@@ -578,10 +588,14 @@ def _same_order(one: Dataset, other: Dataset) -> bool:
         return not (made_by(one, SHUFFLES) and shuffles_anew(one))
     if all(hasattr(each, "_batch_size") for each in (one, other)):
         return int(one._batch_size) == int(other._batch_size)
-    calls = _functions(one), _functions(other)
-    if type(one) is not type(other) or len(calls[0]) != 1 or len(calls[1]) != 1:
+    return type(one) is type(other) and _same_function(_functions(one), _functions(other))
+
+
+def _same_function(one: list[_Function], other: list[_Function]) -> bool:
+    """Whether two transformations call one function each, and the same."""
+    if not len(one) == len(other) == 1:
         return False
-    graphs = [found[0].graph for found in calls]
+    graphs = [one[0].graph, other[0].graph]
     captured = [[outer for outer, _ in graph.captures] for graph in graphs]
     return graphs[0].as_graph_def() == graphs[1].as_graph_def() and all(
         a is b or (a.dtype == b.dtype != "resource" and _equal(a, b)) for a, b in zip(*captured, strict=True)
@@ -605,13 +619,16 @@ def _same(a: Dataset, b: Dataset) -> bool:
         return False  # numbers that anyone knows; or one element, which every row may need
     if a is b:
         return True
-    tensors = [
-        sorted(getattr(each, "_tensors", []) or [], key=lambda t: int(tf.size(t)) if tf.is_tensor(t) else 0)
-        for each in (a, b)
-    ]
-    if not all(tensors) or not all(tf.is_tensor(t) for side in tensors for t in side):
+    of_a, of_b = _tensors(a), _tensors(b)
+    if not (of_a and of_b and all(map(tf.is_tensor, of_a + of_b))):
         return False
-    return any(_equal(tensors[i][-1], t) for i in (0, 1) for t in tensors[1 - i])
+    largest_of_a, largest_of_b = (sorted(tensors, key=lambda t: int(tf.size(t)))[-1] for tensors in (of_a, of_b))
+    return any(_equal(largest_of_a, t) for t in of_b) or any(_equal(largest_of_b, t) for t in of_a)
+
+
+def _tensors(source: Dataset) -> list[tf.Tensor]:
+    """The tensors that a source holds; none if it is made of something else."""
+    return list(getattr(source, "_tensors", None) or ())
 
 
 def _equal(a: tf.Tensor, b: tf.Tensor) -> bool:
@@ -724,16 +741,15 @@ def number_apart(one: tuple[int, Dataset], other: tuple[int, Dataset]) -> bool:
         (path,), (other_path,) = _paths(one[1]), _paths(other[1])
         if not _hold_the_same(path[-1], other_path[-1]):
             return not _meet(*ids) or not all(made_by(each[-1], ("tensorslice",)) for each in (path, other_path))
-        (rows, orders), (others, their_orders) = _rows_of(path), _rows_of(other_path)
-        if len(orders) != len(their_orders) or not all(map(_same_order, orders, their_orders)):
+        rows = _rows_in_one_order(path, other_path)
+        if rows is None:
             return False
         # The example at place p has the number (p - offset) / step.
-        offsets = [(r.step, r.start - i.start * r.step) for r, i in ((rows, ids[0]), (others, ids[1]))]
-        return offsets[0] == offsets[1] or not (_meet(rows, others) or _meet(*ids))
+        offsets = [(r.step, r.start - i.start * r.step) for r, i in zip(rows, ids, strict=True)]
+        return offsets[0] == offsets[1] or not (_meet(*rows) or _meet(*ids))
 
 
 def _hold_the_same(a: Dataset, b: Dataset) -> bool:
     """Whether two sources are one, or all tensors of one are in the other, too."""
-    of_a, of_b = (tuple(getattr(each, "_tensors", None) or ()) for each in (a, b))
-    fewer, more = sorted((of_a, of_b), key=len)
+    fewer, more = sorted((_tensors(a), _tensors(b)), key=len)
     return a is b or (bool(fewer) and all(any(_equal(t, other) for other in more) for t in fewer))
