@@ -461,7 +461,11 @@ def test_epochs_of_workers_are_whole_passes_where_a_pass_has_a_price_or_a_batch_
     for data in samplings:
         call = {"x": data, "steps_per_epoch": steps}
         assert is_stream(call) != whole
-        check = functools.partial(Sampling._check_passes, None, tfdpfl.data.declared_sampling(data).scheme, data, call)
+        said = tfdpfl.callbacks.PrivacyBudget(delta=1e-5)
+        said.set_params({})
+        check = functools.partial(
+            Sampling(said, None, 0.0, call)._check_passes, tfdpfl.data.declared_sampling(data).scheme
+        )
         if whole:
             check()
         else:

@@ -75,32 +75,37 @@ class Sampling:
         Keras's params of the fit.
       optimizer: the private one.
       data_number: the data set's, as the optimizer counts it.
+      call: the arguments of `fit`.
     """
 
-    def __init__(self, said: Any, optimizer: Optimizer, data_number: float):
+    def __init__(self, said: Any, optimizer: Optimizer, data_number: float, call: Call):
         self.sampling, self.num_examples, self.batch_size = said.sampling, said.num_examples, said.batch_size
-        self.params = said.params
         self._optimizer, self._data_number = optimizer, data_number
+        self._call, self._kind = call, type(call.get("x")).__name__
+        self._x: Arrays = call.get("x")
+        self._steps_per_epoch, self._stream = call.get("steps_per_epoch"), is_stream(call)
+        self._steps = said.params.get("steps")  # batches of an epoch, where Keras knows their number
+        epochs = said.params.get("epochs")
+        self._epochs = None if epochs is None else epochs - (call.get("initial_epoch") or 0)  # that are to come
 
-    def describe(self, call: Call) -> Data:
+    def describe(self) -> Data:
         """Returns num_examples, batch_size and sampling of the data that `fit` was given."""
-        x = call.get("x")
-        declared, length = declared_sampling(x), length_of(x)
-        if length is None and call.get("batch_size") is not None:
+        declared, length = declared_sampling(self._x), length_of(self._x)
+        if length is None and self._call.get("batch_size") is not None:
             raise ValueError(
-                f"batch_size={call['batch_size']} of fit has no effect, because the data come in batches. Leave it "
-                "out, and give the batch size where the batches are made."
+                f"batch_size={self._call['batch_size']} of fit has no effect, because the data come in batches. Leave "
+                "it out, and give the batch size where the batches are made."
             )
-        self._check_workers(x, declared)
+        self._check_workers(declared)
         if declared is not None:
-            self._check_uses(declared, call)
+            self._check_uses(declared)
         if self._optimizer.noise is not None:
-            self._check_bounded(declared, call)
+            self._check_bounded(declared)
         if declared is not None:
-            return self._declared(declared, call)
-        return self._stated(x, call) if length is None else self._arrays(length, call)
+            return self._declared(declared)
+        return self._stated() if length is None else self._arrays(length)
 
-    def _check_workers(self, x: object, declared: SamplingDeclaration | None) -> None:
+    def _check_workers(self, declared: SamplingDeclaration | None) -> None:
         workers = _replicas.workers()
         if (declared is not None and declared.workers != workers) or (declared is None and workers > 1):
             raise PrivacyError(
@@ -110,13 +115,13 @@ class Sampling:
                 "tfdpfl.data.poisson_batches(..., strategy=strategy), which shares the examples out; for correlated "
                 "noise fixed_order or cyclic_poisson."
             )
-        if isinstance(x, tf.distribute.DistributedDataset) and declared is None:
+        if isinstance(self._x, tf.distribute.DistributedDataset) and declared is None:
             raise PrivacyError(
-                f"A {type(x).__name__} does not state what it was made from, nor how many examples all replicas get in "
+                f"A {self._kind} does not state what it was made from, nor how many examples all replicas get in "
                 "a step. Give fit the data set itself, in batches for all replicas together: fit distributes it."
             )
 
-    def _declared(self, declared: SamplingDeclaration, call: Call) -> Data:
+    def _declared(self, declared: SamplingDeclaration) -> Data:
         """Describes data that state themselves how they are drawn."""
         has = self._optimizer.rows_per_unit
         if has != declared.rows_per_unit:
@@ -126,10 +131,10 @@ class Sampling:
                 f"{declared.rows_per_unit}, or draw the batches with other copies or examples_per_user."
             )
         if self._optimizer.noise is not None:
-            return self._bounded(declared, call)
-        return self._sampled(declared, call) if declared.scheme.amplifies else self._in_order(declared, call)
+            return self._bounded(declared)
+        return self._sampled(declared) if declared.scheme.amplifies else self._in_order(declared)
 
-    def _arrays(self, length: int, call: Call) -> Data:
+    def _arrays(self, length: int) -> Data:
         """Describes arrays, which `fit` shuffles."""
         if self.sampling not in (None, SHUFFLED.name):
             raise PrivacyError(
@@ -137,34 +142,34 @@ class Sampling:
                 "pass tfdpfl.data.poisson_batches((x, y), ...) to fit."
             )
         n = self.num_examples if self.num_examples is not None else length
-        if length > n or (length < n and not call.get("validation_split")):
+        if length > n or (length < n and not self._call.get("validation_split")):
             raise ValueError(f"num_examples={n}, but fit was given {length} examples; give their number.")
-        batch = min(call.get("batch_size") or 32, length)
+        batch = min(self._call.get("batch_size") or 32, length)
         self._check_batch_size(batch)
         rows = self._optimizer.rows_per_unit
-        if rows > 1 and (call.get("shuffle", True) or length % rows or batch % rows):
+        if rows > 1 and (self._call.get("shuffle", True) or length % rows or batch % rows):
             raise PrivacyError(
                 f"With rows_per_unit={rows}, consecutive rows are one unit, and fit would split units: give it "
                 f"shuffle=False, whole units ({length} rows are given) and a batch_size (now {batch}) that {rows} "
                 "divides; or use tfdpfl.data.poisson_batches."
             )
         length, batch = length // rows, batch // rows
-        self._check_groups(length, batch, call)
+        self._check_groups(length, batch)
         return {"num_examples": length, "batch_size": batch, "sampling": SHUFFLED.name}
 
-    def _stated(self, x: object, call: Call) -> Data:
+    def _stated(self) -> Data:
         """Describes data of which only what the callback was told is known."""
-        origin = made_from(x)
-        check_kept(x)
+        origin = made_from(self._x)
+        check_kept(self._x)
         if origin is not None:
-            self._check_made_from(origin, x)
-        self._check_whole_units(x)
-        scheme, number, size = self._complete(x)
-        if isinstance(x, tf.data.Dataset):
-            check_apart(x, number, batched=True)
+            self._check_made_from(origin)
+        self._check_whole_units()
+        scheme, number, size = self._complete()
+        if isinstance(self._x, tf.data.Dataset):
+            check_apart(self._x, number, batched=True)
         if scheme.independent:
             self._check_poisson()
-            self._check_passes(scheme, x, call)
+            self._check_passes(scheme)
         parts = self._optimizer._dp.parts
         if parts > 1 and not scheme.partitions:
             raise PrivacyError(
@@ -173,15 +178,15 @@ class Sampling:
                 "tfdpfl.data.poisson_batches, which cuts one sample into batches, or sampling='shuffle'."
             )
         if origin is None:
-            self._check_sizes(scheme, x, size)
-            self._check_rows(scheme, x, call, number, size)
-            self._check_drawn(scheme, x, number, size)
+            self._check_sizes(scheme, size)
+            self._check_rows(scheme, number, size)
+            self._check_drawn(scheme, number, size)
         else:
             self._check_said_of(origin)
         if scheme.counts_passes and scheme.independent:
-            self._check_length_of_pass(x, number, size)
+            self._check_length_of_pass(number, size)
         if scheme.counts_passes or scheme is EVERY_BATCH:
-            check_stream(x, number, size, call.get("steps_per_epoch"), scheme.counts_passes)
+            check_stream(self._x, number, size, self._steps_per_epoch, scheme.counts_passes)
         ordered = self._optimizer.noise is None and scheme.same_order
         sampling = SHUFFLED.name if ordered else self.sampling  # with fresh noise only the number of uses counts
         data = {"num_examples": number, "batch_size": size, "sampling": sampling}
@@ -189,33 +194,33 @@ class Sampling:
             data["adjacency"] = "zero_out"  # one example more changes what the sum is divided by
         return data
 
-    def _check_made_from(self, origin: SamplingDeclaration, x: object) -> None:
+    def _check_made_from(self, origin: SamplingDeclaration) -> None:
         """Raises if data that were made from others are not drawn as those were."""
         if not origin.scheme.amplifies:
             described = self.sampling == origin.kind and not origin.scheme.starts_anew
             if not described and self.sampling not in origin.scheme.weaker:
                 raise PrivacyError(
-                    f"A {type(x).__name__} was made from batches of kind {origin.kind!r}, which sampling="
+                    f"A {self._kind} was made from batches of kind {origin.kind!r}, which sampling="
                     f"{self.sampling!r} does not describe. Pass those batches themselves to fit."
                 )
             return
-        again = passed_through(x, _AGAIN)
+        again = passed_through(self._x, _AGAIN)
         if again is not None:
             raise _repeats(again, "Poisson batches")
-        samples = sum(declared_sampling(each) is not None for each in ancestors(x))
-        if samples > 1 or passed_through(x, ("concatenate", "directed")):
+        samples = sum(declared_sampling(each) is not None for each in ancestors(self._x))
+        if samples > 1 or passed_through(self._x, ("concatenate", "directed")):
             raise PrivacyError(
-                f"A {type(x).__name__} was made from several data sets, so its batches have no sampling rate of their "
+                f"A {self._kind} was made from several data sets, so its batches have no sampling rate of their "
                 "own. Call fit once for each of them, with one PrivacyBudget."
             )
-        changed = passed_through(x, tuple(_CHANGES_SAMPLES))
+        changed = passed_through(self._x, tuple(_CHANGES_SAMPLES))
         if changed is not None:
             raise PrivacyError(
                 f"{_CHANGES_SAMPLES[changed]} comes after {origin.kind!r} batches. It may use one of them several "
                 "times, or drop one for what it holds, and no ε is known for this. Leave it out: more steps on fresh "
                 "samples cost less than a second step on the same one."
             )
-        if passed_through(x, ("unbatch", "batch")):
+        if passed_through(self._x, ("unbatch", "batch")):
             raise PrivacyError(
                 f"The examples of {origin.kind!r} batches were put into other batches (unbatch or batch), which are no "
                 "longer samples of that kind. Pass the batches themselves to fit, with the expected_batch_size that "
@@ -223,28 +228,28 @@ class Sampling:
             )
         if self.sampling != origin.kind:
             raise PrivacyError(
-                f"A {type(x).__name__} was made from Poisson batches, and its effect on their sampling is not known. "
+                f"A {self._kind} was made from Poisson batches, and its effect on their sampling is not known. "
                 "Pass tfdpfl.data.poisson_batches(...) itself to fit (it prefetches), and change the data before it. "
                 "Or, if each batch keeps its examples, give PrivacyBudget sampling='poisson', num_examples and "
                 "batch_size (the expected one)."
             )
 
-    def _check_whole_units(self, x: object) -> None:
+    def _check_whole_units(self) -> None:
         if self._optimizer.rows_per_unit > 1:
             raise PrivacyError(
-                f"Whether a {type(x).__name__} keeps the rows of a unit together, of which rows_per_unit="
+                f"Whether a {self._kind} keeps the rows of a unit together, of which rows_per_unit="
                 f"{self._optimizer.rows_per_unit} are one, is not known. Use tfdpfl.data.poisson_batches."
             )
-        if passed_through(x, ("directed",)) and passed_through(x, ("repeat",)):
+        if passed_through(self._x, ("directed",)) and passed_through(self._x, ("repeat",)):
             raise PrivacyError(
                 "sample_from_datasets with repeat() draws some examples more often than others (weighted or "
                 "class-balanced sampling), and no ε is known for this. Draw with tfdpfl.data.poisson_batches, and "
                 "weight the loss by sample_weight or class_weight."
             )
 
-    def _check_passes(self, scheme: SamplingScheme, x: object, call: Call) -> None:
+    def _check_passes(self, scheme: SamplingScheme) -> None:
         """That the end of each pass is seen, where ε counts passes whose batches vary in size."""
-        stream, declared = is_stream(call), declared_sampling(x)
+        stream, declared = self._stream, declared_sampling(self._x)
         if declared is not None and declared.workers > 1:
             if stream and (scheme.counts_passes or declared.physical_batches > 1):
                 raise PrivacyError(
@@ -254,15 +259,15 @@ class Sampling:
         elif scheme.counts_passes and stream:
             raise PrivacyError(
                 f"sampling={scheme.name!r} has an ε for each pass over the data, and in a stream "
-                f"(steps_per_epoch={call.get('steps_per_epoch')}, or repeat) the end of a pass is not visible. Leave "
+                f"(steps_per_epoch={self._steps_per_epoch}, or repeat) the end of a pass is not visible. Leave "
                 "steps_per_epoch and .repeat() out, and give fit epochs."
             )
 
-    def _check_length_of_pass(self, x: Arrays, num_examples: int, size: int) -> None:
+    def _check_length_of_pass(self, num_examples: int, size: int) -> None:
         """Raises if a pass may have another number of batches than the price of one pass takes it to have."""
-        priced, number = math.ceil(num_examples / size), _cardinality(x)
-        if number < 0 and not hasattr(x, "element_spec") and hasattr(type(x), "__len__"):
-            number = len(x)
+        priced, number = math.ceil(num_examples / size), _cardinality(self._x)
+        if number < 0 and not hasattr(self._x, "element_spec") and hasattr(type(self._x), "__len__"):
+            number = len(self._x)
         if number != priced:
             raise PrivacyError(
                 f"num_examples={num_examples} and batch_size={size} make {priced} batches in a pass, "
@@ -272,7 +277,7 @@ class Sampling:
                 "theirs by tf.data.experimental.assert_cardinality)."
             )
 
-    def _complete(self, x: object) -> tuple[SamplingScheme, int, int]:
+    def _complete(self) -> tuple[SamplingScheme, int, int]:
         """Returns the sampling, the number of examples and the batch size, all of which must have been said."""
         sampling, number, size = self.sampling, self.num_examples, self.batch_size
         if sampling is not None and number is not None and size is not None:
@@ -282,7 +287,7 @@ class Sampling:
             "batch_size": size,
         }  # fmt: skip
         raise PrivacyError(
-            f"How {type(x).__name__} draws its batches is not known, so no ε can be computed. Use "
+            f"How {self._kind} draws its batches is not known, so no ε can be computed. Use "
             "tfdpfl.data.poisson_batches, or give PrivacyBudget "
             f"{' and '.join(name for name, given in said.items() if given is None)}, too."
         )
@@ -296,22 +301,22 @@ class Sampling:
                 f"{origin.physical_batches} or truncated, so their ε is not that of the sampling which PrivacyBudget "
                 "was given. Pass those batches themselves to fit, and change the data before them (map_fn)."
             )
-        size = min(math.ceil(origin.expected_batch_size - 1e-9), origin.num_examples)
+        size = origin.priced_batch_size
         if self.num_examples != origin.num_examples or (self.batch_size or 0) < size:
             raise PrivacyError(
                 f"num_examples={self.num_examples} and batch_size={self.batch_size}, but the data were made from "
                 f"batches of {size} from {origin.num_examples} examples. Give these numbers."
             )
 
-    def _check_uses(self, declared: SamplingDeclaration, call: Call) -> None:
+    def _check_uses(self, declared: SamplingDeclaration) -> None:
         """That the epochs to come keep to what the data set declares."""
-        most, epochs = getattr(declared, "max_participations", None), self.params.get("epochs")
-        if most is None or epochs is None:
+        most = declared.max_participations
+        if most is None or self._epochs is None:
             return
         passes = self._optimizer._dp.counter.passes.items()
         begun = sum(n for key, n in passes if key[0] == self._data_number and key[2] == declared.num_examples)
         each = declared.steps // declared.min_separation  # 1, or rounds of the groups
-        uses = (begun + epochs - (call.get("initial_epoch") or 0)) * each
+        uses = (begun + self._epochs) * each
         if uses > most:
             raise PrivacyError(
                 f"The data were declared with max_participations={most} uses of an example, but these epochs make "
@@ -320,8 +325,8 @@ class Sampling:
 
     # That what TensorFlow tells of a data set does not contradict what is said of it.
 
-    def _check_sizes(self, scheme: SamplingScheme, x: Arrays, size: int) -> None:
-        sizes = _sizes(x)
+    def _check_sizes(self, scheme: SamplingScheme, size: int) -> None:
+        sizes = _sizes(self._x)
         if scheme.independent and sizes:
             raise PrivacyError(
                 f"sampling={self.sampling!r}, but all batches of the data set hold {min(sizes)} examples (its "
@@ -334,11 +339,11 @@ class Sampling:
                 "examples (its element_spec says so); give that number."
             )
 
-    def _check_rows(self, scheme: SamplingScheme, x: Arrays, call: Call, number: int, size: int) -> None:
-        batches = _cardinality(x)
+    def _check_rows(self, scheme: SamplingScheme, number: int, size: int) -> None:
+        batches = _cardinality(self._x)
         rows = batches * size
-        whole = call.get("steps_per_epoch") is None and passed_through(x, ("repeat",)) is None
-        if scheme.once_a_pass and _sizes(x) and whole and rows > number:
+        whole = self._steps_per_epoch is None and passed_through(self._x, ("repeat",)) is None
+        if scheme.once_a_pass and _sizes(self._x) and whole and rows > number:
             raise PrivacyError(
                 f"num_examples={number}, but a pass over the data set has {rows} examples ({batches} batches"
                 f" of {size}). One of them may be in several steps, or several times in one. Give "
@@ -351,13 +356,13 @@ class Sampling:
                 "anew with each epoch. Use tfdpfl.data.poisson_batches, which draws from all examples for every batch."
             )
 
-    def _check_drawn(self, scheme: SamplingScheme, x: Arrays, number: int, size: int) -> None:
-        if not scheme.amplifies or (scheme is FIXED_SIZE and _drawn_anew(x, size, number)):
+    def _check_drawn(self, scheme: SamplingScheme, number: int, size: int) -> None:
+        if not scheme.amplifies or (scheme is FIXED_SIZE and _drawn_anew(self._x, size, number)):
             return
-        again = passed_through(x, _AGAIN)
+        again = passed_through(self._x, _AGAIN)
         if again is not None:
             raise _repeats(again, "samples")
-        cut = next(filter(_batches, ancestors(x)), None)
+        cut = next(filter(_batches, ancestors(self._x)), None)
         if cut is not None:
             raise PrivacyError(
                 f"sampling={self.sampling!r}, but {name_of(cut)} cuts the data set into batches of "
@@ -365,21 +370,21 @@ class Sampling:
                 "or say sampling='shuffle' if an example comes at most once a pass."
             )
 
-    def _sampled(self, declared: SamplingDeclaration, call: Call) -> Data:
+    def _sampled(self, declared: SamplingDeclaration) -> Data:
         size = self._agreed(declared, declared.kind)
         self._check_poisson()
-        self._check_passes(declared.scheme, call.get("x"), call)
+        self._check_passes(declared.scheme)
         self._check_parts(declared)
         parts = self._optimizer._dp.parts
-        if parts > 1 and (self.params.get("steps") or 0) % parts:
+        if parts > 1 and (self._steps or 0) % parts:
             raise PrivacyError(
-                f"An epoch of {self.params['steps']} batches ends in the middle of a Poisson sample, which has {parts} "
+                f"An epoch of {self._steps} batches ends in the middle of a Poisson sample, which has {parts} "
                 "batches: leave steps_per_epoch out, and give poisson_batches the number of samples as steps."
             )
-        if parts > 1 and call.get("steps_per_epoch") is not None and is_stream(call):
+        if parts > 1 and self._steps_per_epoch is not None and self._stream:
             # Keras 3 takes a batch off a stream to build a model with, so that what follows is out of step.
             raise PrivacyError(
-                f"steps_per_epoch={call['steps_per_epoch']} reads the batches as one stream, which does not show where "
+                f"steps_per_epoch={self._steps_per_epoch} reads the batches as one stream, which does not show where "
                 f"the {parts} batches of a Poisson sample begin: leave it out, and give poisson_batches the number of "
                 "samples as steps."
             )
@@ -387,11 +392,9 @@ class Sampling:
 
     @staticmethod
     def _described(declared: SamplingDeclaration, sampling: str, size: int) -> Data:
-        truncated = declared.truncated_batch_size
-        more = {} if truncated is None else {"truncated_batch_size": truncated}
         return {
             "num_examples": declared.num_examples, "batch_size": size, "sampling": sampling, "unit": declared.unit,
-            **more,
+            "truncated_batch_size": declared.truncated_batch_size,
         }  # fmt: skip
 
     def _check_parts(self, declared: SamplingDeclaration) -> None:
@@ -402,7 +405,7 @@ class Sampling:
                 f"it gradient_accumulation_steps={drawn}, or draw the batches with another physical_batch_size."
             )
 
-    def _in_order(self, declared: SamplingDeclaration, call: Call) -> Data:
+    def _in_order(self, declared: SamplingDeclaration) -> Data:
         """Of batches that hold each example once a pass; or once a round of passes, sampled."""
         if declared.scheme.starts_anew:
             raise PrivacyError(
@@ -413,10 +416,10 @@ class Sampling:
         size = self._agreed(declared, SHUFFLED.name)
         if declared.physical_batches > 1:
             self._check_parts(declared)
-        self._check_groups(declared.num_examples, size, call, declared.physical_batches)
+        self._check_groups(declared.num_examples, size, declared.physical_batches)
         return self._described(declared, SHUFFLED.name, size)
 
-    def _check_groups(self, length: int, batch: int, call: Call, parts: int = 1) -> None:
+    def _check_groups(self, length: int, batch: int, parts: int = 1) -> None:
         """That each batch, or each of the parts that it is cut into, is of whole microbatches."""
         groups, rest = self._optimizer.num_microbatches, length % batch
         if groups is None:
@@ -427,17 +430,19 @@ class Sampling:
                 f"Batches of {batch} examples are cut into {parts} parts (physical_batch_size), which num_microbatches="
                 f"{groups} does not divide. Use a batch size that {parts * groups} divides, or num_microbatches=None."
             )
-        if not call.get("steps_per_epoch") and uneven(rest):
+        if not self._steps_per_epoch and uneven(rest):
             cut = f", in {parts} parts" if parts > 1 else ""
             raise PrivacyError(
                 f"The last batch of an epoch has {rest} of the {length} examples{cut}, which num_microbatches={groups} "
                 f"does not divide. Leave out examples (x[:{length - rest}]) or use num_microbatches=None."
             )
 
-    def _check_bounded(self, declared: SamplingDeclaration | None, call: Call) -> None:
+    def _check_bounded(self, declared: SamplingDeclaration | None) -> None:
         """That the data bound how often an example takes part, and as correlated noise was made for."""
-        noise, x = self._optimizer.noise, call.get("x")
-        sampling = SHUFFLED.name if length_of(x) is not None else self.sampling if declared is None else declared.kind
+        noise = self._optimizer.noise
+        sampling = (
+            SHUFFLED.name if length_of(self._x) is not None else self.sampling if declared is None else declared.kind
+        )
         scheme = None if sampling is None else SCHEMES[sampling]
         if scheme is not None and not scheme.separates_uses:
             raise PrivacyError(
@@ -446,19 +451,19 @@ class Sampling:
                 "tfdpfl.data.cyclic_poisson or arrays, or train with noise=None."
             )
         if scheme is not None:
-            self._check_separation(scheme, declared, call)
+            self._check_separation(scheme, declared)
         if scheme is None or not scheme.starts_anew:
-            self._check_epochs(call)
+            self._check_epochs()
 
-    def _check_separation(self, scheme: SamplingScheme, declared: SamplingDeclaration | None, call: Call) -> None:
+    def _check_separation(self, scheme: SamplingScheme, declared: SamplingDeclaration | None) -> None:
         """That two uses of an example are as far apart as correlated noise was made for."""
         name, needed = type(self._optimizer.noise).__name__, self._optimizer.noise.min_separation
         apart = getattr(declared, "min_separation", 1)
         if scheme.same_order:
-            self._check_order(declared, call)
+            self._check_order(declared)
             if declared is None and self.num_examples and self.batch_size:
                 apart = self.num_examples // self.batch_size
-        added = self._batches_added(declared, call)
+        added = self._batches_added(declared)
         apart = apart // added if scheme.same_order else apart
         if apart < needed:
             raise PrivacyError(
@@ -472,31 +477,24 @@ class Sampling:
                 f"use, but {name} noise was made for min_separation={needed}. Give it {apart}."
             )
         if scheme.one_pass:
-            self._check_one_pass(call)
+            self._check_one_pass()
 
-    def _check_one_pass(self, call: Call) -> None:
+    def _check_one_pass(self) -> None:
         """Raises if a fit has several passes, or parts of one, of data whose pass is a whole training."""
-        epochs = (self.params.get("epochs") or 1) - (call.get("initial_epoch") or 0)
-        if epochs > 1 or call.get("steps_per_epoch") is not None:
+        if (self._epochs or 0) > 1 or self._steps_per_epoch is not None:
             raise PrivacyError(
                 "One pass over these batches is a whole training, because an example that was used at the end of a "
                 "pass may be used again at the start of the next one. Give fit epochs=1 without steps_per_epoch, and "
                 "draw the data with steps= all steps."
             )
 
-    def _batches_added(self, declared: SamplingDeclaration | None, call: Call) -> int:
+    def _batches_added(self, declared: SamplingDeclaration | None) -> int:
         """How many batches of the data make one of the optimizer, which holds an example at most once."""
-        parts, x = self._optimizer._dp.parts, call.get("x")
-        stream = is_stream(call)
-        if declared is not None and declared.draws_logical_batches and (parts == 1 or not stream):
+        parts = self._optimizer._dp.parts
+        if declared is not None and declared.draws_logical_batches and (parts == 1 or not self._stream):
             self._check_parts(declared)
             return 1
-        steps, n, size = self.params.get("steps"), self.num_examples, self.batch_size
-        if parts == 1:
-            crosses = stream and declared is None and length_of(x) is None and n and size and n % size
-        else:
-            crosses = stream or (steps or (math.ceil(n / size) if n and size else 0)) % parts
-        if crosses:
+        if self._crosses_passes(declared):
             update, divides, cut = "A batch of this stream", "", ""
             if parts > 1:
                 update = f"An update of gradient_accumulation_steps={parts} batches"
@@ -509,9 +507,18 @@ class Sampling:
             )
         return parts
 
-    def _check_order(self, declared: SamplingDeclaration | None, call: Call) -> None:
+    def _crosses_passes(self, declared: SamplingDeclaration | None) -> bool:
+        """Whether a batch of the optimizer may reach from one pass over the data into the next."""
+        n, size, parts = self.num_examples, self.batch_size, self._optimizer._dp.parts
+        known = n is not None and size is not None
+        if parts == 1:
+            own = declared is None and length_of(self._x) is None
+            return self._stream and own and known and n % size > 0
+        return self._stream or (self._steps or (math.ceil(n / size) if known else 0)) % parts > 0
+
+    def _check_order(self, declared: SamplingDeclaration | None) -> None:
         """Raises if batches of a fixed order come in another one."""
-        x = call.get("x")
+        x = self._x
         if declared is None and passed_through(x, (*SHUFFLES, "repeat", "interleave")):
             raise PrivacyError(
                 "sampling='fixed_order', but the data set shuffles, interleaves or repeats, so two uses of an example "
@@ -523,19 +530,18 @@ class Sampling:
                 f"sampling='fixed_order', but {why}, so two uses of an example may be closer together. Use "
                 "tfdpfl.data.fixed_order, or say sampling='shuffle'."
             )
-        if isinstance(x, of_batches()) and call.get("shuffle", True):
+        if isinstance(x, of_batches()) and self._call.get("shuffle", True):
             raise PrivacyError(
-                f"sampling='fixed_order', but fit shuffles the batches of a {type(x).__name__} in every epoch, so two "
+                f"sampling='fixed_order', but fit shuffles the batches of a {self._kind} in every epoch, so two "
                 "uses of an example may be closer together. Give fit shuffle=False."
             )
 
-    def _check_epochs(self, call: Call) -> None:
+    def _check_epochs(self) -> None:
         """Raises if the fit has more passes than the noise was made for."""
-        noise, epochs = self._optimizer.noise, self.params.get("epochs")
+        noise, epochs = self._optimizer.noise, self._epochs
         if noise.max_participations is None or epochs is None:
             return
         begun = sum(self._optimizer._dp.counter.passes.values())
-        epochs -= call.get("initial_epoch") or 0
         if begun + epochs > noise.max_participations:
             raise PrivacyError(
                 f"{type(noise).__name__} noise was made for max_participations={noise.max_participations} uses of an "
@@ -543,13 +549,13 @@ class Sampling:
                 "for more uses."
             )
 
-    def _bounded(self, declared: SamplingDeclaration, call: Call) -> Data:
+    def _bounded(self, declared: SamplingDeclaration) -> Data:
         """What data say of themselves whose batches keep an example's uses apart."""
         size = self._agreed(declared, declared.kind)
         if declared.scheme.independent:
             self._check_poisson()
         else:
-            self._check_groups(declared.num_examples, size, call, declared.physical_batches)
+            self._check_groups(declared.num_examples, size, declared.physical_batches)
         return self._described(declared, declared.kind, size)
 
     def _agreed(self, declared: SamplingDeclaration, kind: str) -> int:
@@ -561,10 +567,8 @@ class Sampling:
                 f"num_examples={self.num_examples}, but the batches are drawn from {declared.num_examples} examples; "
                 "give their number."
             )
-        # A whole batch size at or above the expected one: a higher rate costs no less.
-        size = max(min(math.ceil(declared.expected_batch_size - 1e-9), declared.num_examples), 1)
-        self._check_batch_size(size)
-        return size
+        self._check_batch_size(declared.priced_batch_size)
+        return declared.priced_batch_size
 
     def _check_batch_size(self, size: int) -> None:
         if self.batch_size not in (None, size):

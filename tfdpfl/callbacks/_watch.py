@@ -40,7 +40,7 @@ class _Watch(tf.keras.callbacks.Callback):
         if length(call.get("x")) is None and declared_sampling(call.get("x")) is None:
             return
         try:
-            data = Sampling(self, optimizer, 0.0).describe(call)
+            data = Sampling(self, optimizer, 0.0, call).describe()
         except ValueError:  # what has no price
             return
         self._fit = Fit(self.model, optimizer, data, 0.0, executions_of(self.model), call, self.params.get("steps"))

@@ -259,7 +259,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         call = fit_arguments(self.model)
         for planned in filter(None, (getattr(piece, PLAN, None) for piece in (optimizer, call.get("x"), self))):
             planned.check(optimizer, call)
-        data = Sampling(self, optimizer, self._data_number).describe(call)
+        data = Sampling(self, optimizer, self._data_number, call).describe()
         fit = Fit(
             self.model, optimizer, data, self._data_number, executions_of(self.model), call, self.params.get("steps")
         )

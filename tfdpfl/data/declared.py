@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -102,6 +103,11 @@ class SamplingDeclaration:
         """The mean number of units in a logical batch (before it is truncated); the denominator for a DP optimizer's
         `expected_batch_size`."""
         return self.scheme.mean_share(self.sampling_rate, self.min_separation) * self.num_examples
+
+    @property
+    def priced_batch_size(self) -> int:
+        """A whole batch size at or above the expected one: a higher rate costs no less."""
+        return max(min(math.ceil(self.expected_batch_size - 1e-9), self.num_examples), 1)
 
 
 def declare(dataset: Dataset, declaration: SamplingDeclaration) -> Dataset:
