@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfdpfl._types import JsonValue, Keywords
@@ -109,25 +109,29 @@ def agrees(saved: object, value: object) -> bool:
     if isinstance(saved, str) and not isinstance(value, str):
         saved = _parsed(saved)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: f for f in _fields(value)}
-        if not isinstance(saved, Mapping) or saved.get("type", type(value).__name__) != type(value).__name__:
-            return False
-        if not saved.keys() - {"type"} <= fields.keys():
-            return False
-        return all(
-            agrees(saved[name], getattr(value, name)) if name in saved else _is_default(value, field)
-            for name, field in fields.items()
-        )
+        return isinstance(saved, Mapping) and _fields_agree(saved, value)
     if isinstance(value, Mapping):
         named = {str(name): item for name, item in value.items()}
-        if not isinstance(saved, Mapping):
-            return False
-        return all(agrees(saved.get(name), named.get(name)) for name in {**saved, **named})
+        return isinstance(saved, Mapping) and not any(_disagreeing(saved, named))
     if isinstance(value, list | tuple):
-        if not isinstance(saved, list | tuple) or len(saved) != len(value):
-            return False
-        return all(agrees(one, other) for one, other in zip(saved, value, strict=True))
+        alike = isinstance(saved, list | tuple) and len(saved) == len(value)
+        return alike and all(map(agrees, saved, value))  # type: ignore[call-overload]
     return bool(saved == value)
+
+
+def _fields_agree(saved: Mapping[str, JsonValue], value: DataclassInstance) -> bool:
+    kind, fields = type(value).__name__, {f.name: f for f in _fields(value)}
+    if saved.get("type", kind) != kind or not saved.keys() - {"type"} <= fields.keys():
+        return False
+    return all(
+        agrees(saved[name], getattr(value, name)) if name in saved else _is_default(value, field)
+        for name, field in fields.items()
+    )
+
+
+def _disagreeing(saved: Mapping[str, JsonValue], now: Mapping[str, object]) -> Iterator[str]:
+    """Yields the entries of a file that do not describe those of a dictionary."""
+    return (name for name in {**now, **saved} if not agrees(saved.get(name), now.get(name)))
 
 
 def refuse_others(what: str, saved: Mapping[str, JsonValue], now: Mapping[str, object], why: str) -> None:
@@ -142,11 +146,10 @@ def refuse_others(what: str, saved: Mapping[str, JsonValue], now: Mapping[str, o
     Raises:
       PrivacyError: they differ.
     """
-    for name in {**now, **saved}:
-        if not agrees(saved.get(name), now.get(name)):
-            raise PrivacyError(
-                f"{what} is of a training with another {name}, {saved.get(name)}, not {describe(now.get(name))}: {why}"
-            )
+    for name in _disagreeing(saved, now):
+        raise PrivacyError(
+            f"{what} is of a training with another {name}, {saved.get(name)}, not {describe(now.get(name))}: {why}"
+        )
 
 
 def restore(saved: JsonValue, classes: Iterable[type]) -> Any:

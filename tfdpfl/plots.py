@@ -117,17 +117,21 @@ def membership(report: MembershipReport, *, most: int = 20) -> list[Axes]:
     for axis in (axes[0].xaxis, axes[0].yaxis):
         _write_numbers(axis)
     axes[0].legend(loc="lower right")
-    if report.slices:
-        shown = sorted(report.slices.items(), key=lambda item: -item[1].auc)[:most]
-        places, values = np.arange(len(shown))[::-1], np.array([part.auc for _, part in shown])
-        errors = np.abs(np.array([part.auc_interval for _, part in shown]).T - values)
-        axes[1].errorbar(values, places, xerr=errors, fmt="o", capsize=3)
-        axes[1].axvline(0.5, color="0.5", linestyle=":")
-        axes[1].axvline(report.auc, color="C0", alpha=0.4, label="all")
-        axes[1].set_yticks(places, [_plain(name) for name, _ in shown])
-        axes[1].set(xlabel="AUC")
-        axes[1].legend()
+    for ax in axes[1:]:
+        _draw_slices(report, most, ax)
     return axes
+
+
+def _draw_slices(report: MembershipReport, most: int, ax: Axes) -> None:
+    shown = sorted(report.slices.items(), key=lambda item: -item[1].auc)[:most]
+    places, values = np.arange(len(shown))[::-1], np.array([part.auc for _, part in shown])
+    errors = np.abs(np.array([part.auc_interval for _, part in shown]).T - values)
+    ax.errorbar(values, places, xerr=errors, fmt="o", capsize=3)
+    ax.axvline(0.5, color="0.5", linestyle=":")
+    ax.axvline(report.auc, color="C0", alpha=0.4, label="all")
+    ax.set_yticks(places, [_plain(name) for name, _ in shown])
+    ax.set(xlabel="AUC")
+    ax.legend()
 
 
 def epsilon_over_time(history: Any, *, target: float | None = None, ax: Axes | None = None) -> Axes:

@@ -22,7 +22,7 @@ from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_accountant, check_delta, delta_warning
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
-from tfdpfl.accounting.zcdp_and_gdp import zcdp_and_gdp
+from tfdpfl.accounting.zcdp_and_gdp import Measures, zcdp_and_gdp
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["Figures", "Measured", "Part", "ProjectReport", "Total", "read", "report"]
@@ -203,6 +203,38 @@ class _Source:
     promise: Promise
 
 
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What a report asks of each cost: ε at δ, at several other δ, and by an accountant."""
+
+    delta: float
+    deltas: Sequence[float]
+    accountant: str
+
+    def figures(self, of: Promise) -> Figures:
+        """Returns what a promise costs, or why it has no figures."""
+        if of.withheld is not None:
+            return Figures(epsilon=None, missing=of.withheld)
+        try:
+            paid = of.cost(self.delta, self.accountant)
+        except PrivacyError as error:
+            return Figures(epsilon=None, missing=str(error))
+        known = {which: _try(of.cost, self.delta, which) for which in ACCOUNTANTS}
+        return Figures(
+            epsilon=paid.epsilon,
+            accountant=paid.accountant,
+            epsilons=tuple((at, None if (p := _try(of.cost, at, self.accountant)) is None else p.epsilon)
+                           for at in self.deltas),
+            accountants={
+                which: p.epsilon if p is not None and p.accountant == which else None for which, p in known.items()
+            },
+            **({} if of.event is None else self.measures(of)._asdict()),
+        )  # fmt: skip
+
+    def measures(self, of: Promise) -> Measures:
+        return zcdp_and_gdp(of.event, self.accountant, of.priced_adjacency)
+
+
 def report(
     parts: Mapping[str, Promiser],
     *,
@@ -247,20 +279,21 @@ def report(
     """
     delta, accountant = check_delta(delta), check_accountant(accountant)
     every = sorted({delta, *(_around(delta) if deltas is None else map(check_delta, deltas))}, reverse=True)
+    question = _Question(delta, every, accountant)
     _check_names(parts, data, units)
     found: list[_Source] = []
     for name, what in parts.items():
         found += _sources(str(name), what, (units or {}).get(name), None if data is None else data[name], delta)
-    made = [_part(source, delta, every, accountant) for source in found]
+    made = [_part(source, question) for source in found]
     totals = [
         Total(
             parts=tuple(made[i].name for i in members), unit=unit, adjacency=adjacency, data=about,
-            figures=_together([found[i] for i in members], delta, every, accountant) if members[1:]
+            figures=_together([found[i] for i in members], question) if members[1:]
             else made[members[0]].figures,
         )
         for (about, unit, adjacency, _), members in _groups(made).items()
     ]  # fmt: skip
-    measured = [_measured(str(name), what, found, delta, accountant) for name, what in (audits or {}).items()]
+    measured = [_measured(str(name), what, found, question) for name, what in (audits or {}).items()]
     return ProjectReport(
         title=title,
         delta=delta,
@@ -372,43 +405,13 @@ def _sources(name: str, what: Promiser, unit: str | None, data: str | None, delt
 # -- what it costs -------------------------------------------------------------------------------------------
 
 
-def _part(source: _Source, delta: float, deltas: Sequence[float], accountant: str) -> Part:
+def _part(source: _Source, question: _Question) -> Part:
     promise = source.promise
-    if promise.withheld is not None:
-        figures = Figures(epsilon=None, missing=promise.withheld)
-    else:
-        figures = _figures(promise.cost, promise.event, promise.priced_adjacency, delta, deltas, accountant)
     return Part(
         name=source.name, kind=promise.kind, unit=source.unit, adjacency=promise.adjacency, data=source.data,
-        sampling=promise.sampling, mechanisms=tuple(promise.mechanisms), figures=figures, notes=tuple(promise.notes),
+        sampling=promise.sampling, mechanisms=tuple(promise.mechanisms), figures=question.figures(promise),
+        notes=tuple(promise.notes),
     )  # fmt: skip
-
-
-def _figures(
-    cost: Callable[[float, str], Price],
-    event: DpEvent | None,
-    relation: str,
-    delta: float,
-    deltas: Sequence[float],
-    accountant: str,
-) -> Figures:
-    try:
-        paid = cost(delta, accountant)
-    except PrivacyError as error:
-        return Figures(epsilon=None, missing=str(error))
-    known = {which: _try(cost, delta, which) for which in ACCOUNTANTS}
-    rho, mu, tpr = (None, None, None) if event is None else zcdp_and_gdp(event, accountant, relation)
-    return Figures(
-        epsilon=paid.epsilon,
-        accountant=paid.accountant,
-        epsilons=tuple((at, None if (p := _try(cost, at, accountant)) is None else p.epsilon) for at in deltas),
-        accountants={
-            which: p.epsilon if p is not None and p.accountant == which else None for which, p in known.items()
-        },
-        zcdp_rho=rho,
-        gdp_mu=mu,
-        tpr_at_1_percent_fpr=tpr,
-    )
 
 
 def _try(cost: Callable[[float, str], Price], delta: float, accountant: str) -> Price | None:
@@ -418,43 +421,49 @@ def _try(cost: Callable[[float, str], Price], delta: float, accountant: str) -> 
         return None
 
 
-def _together(members: Sequence[_Source], delta: float, deltas: Sequence[float], accountant: str) -> Figures:
+def _together(members: Sequence[_Source], question: _Question) -> Figures:
     """What parts of the same unit and neighbours cost: their events as one, and what has none with a share of δ."""
-    from dp_accounting import dp_event
-
     held = [source for source in members if source.promise.withheld is not None]
     if held:
         names = ", ".join(source.name for source in held)
         return Figures(epsilon=None, missing=f"{names}: {held[0].promise.withheld}")
+    promises = [source.promise for source in members]
+    try:
+        terms = [*(p for p in promises if p.ledger is None and p.event is None), *_composed(promises)]
+    except PrivacyError as error:
+        return Figures(epsilon=None, missing=str(error))
+    if len(terms) == 1:
+        return question.figures(terms[0])
+
+    def added(at: float, which: str) -> Price:
+        paid = [term.cost(at / len(terms), which) for term in terms]
+        proven = {p.accountant for p in paid}
+        return Price(sum(p.epsilon for p in paid), proven.pop() if len(proven) == 1 else "sum")
+
+    return question.figures(Promise(kind="", unit=None, adjacency=promises[0].adjacency, price=added))
+
+
+def _composed(promises: Sequence[Promise]) -> list[Promise]:
+    """Returns the promises that have events as one for each relation. Ledgers that saw the same steps count them once.
+
+    Raises:
+        PrivacyError: The ledgers do not add up.
+    """
+    from dp_accounting import dp_event
+
     merged = PrivacyLedger()
     events: dict[str, list[DpEvent]] = {}
-    terms: list[Callable[[float, str], Price]] = []
-    promises = [source.promise for source in members]
     for promise in promises:
         if promise.ledger is not None:
             merged.merge(promise.ledger)
         elif promise.event is not None:
             events.setdefault(promise.priced_adjacency, []).append(promise.event)
-        else:
-            terms.append(promise.cost)
-    try:
-        if len(merged):
-            events.setdefault(merged.adjacency, []).append(merged.dp_event)
-    except PrivacyError as error:
-        return Figures(epsilon=None, missing=str(error))
-    one: DpEvent | None = None
-    for relation, parts in events.items():
-        one = dp_event.ComposedDpEvent(parts)
-        terms.append(Promise(kind="", unit=None, adjacency=relation, event=one).cost)
-    if len(terms) == 1:
-        return _figures(terms[0], one, next(iter(events), promises[0].adjacency), delta, deltas, accountant)
-
-    def added(at: float, which: str) -> Price:
-        paid = [term(at / len(terms), which) for term in terms]
-        proven = {p.accountant for p in paid}
-        return Price(sum(p.epsilon for p in paid), proven.pop() if len(proven) == 1 else "sum")
-
-    return _figures(added, None, promises[0].adjacency, delta, deltas, accountant)
+    if len(merged):
+        events.setdefault(merged.adjacency, []).append(merged.dp_event)
+    return [
+        Promise(kind="", unit=None, adjacency=relation, event=dp_event.ComposedDpEvent(parts))
+        for relation, parts in events.items()
+    ]
 
 
 def _not_added(totals: Sequence[Total]) -> Iterator[str]:
@@ -480,31 +489,39 @@ def _not_added(totals: Sequence[Total]) -> Iterator[str]:
         yield f"Each data set ({names}) has figures of its own. Who is in several of them pays for each."
 
 
-def _measured(name: str, what: Promiser, sources: Sequence[_Source], delta: float, accountant: str) -> Measured:
-    audited = [source for source in sources if source.name == name or source.name.startswith(f"{name}, ")]
-    if not audited:
-        raise ValueError(
-            f"audits has {name!r}, which is no part: put each finding under the name of the part that was audited, one "
-            f"of {[source.name for source in sources]}"
-        )
-    source = audited[0] if len(audited) == 1 and audited[0].promise.withheld is None else None
-    what = getattr(what, "report", what)
+def _measured(name: str, what: Promiser, sources: Sequence[_Source], question: _Question) -> Measured:
+    source, what = _audited(name, sources), getattr(what, "report", what)
     if hasattr(what, "tpr_interval"):
-        most = None
-        if source is not None and source.promise.event is not None and source.unit == "example" and what.fpr == 0.01:
-            event, relation = source.promise.event, source.promise.priced_adjacency
-            most = zcdp_and_gdp(event, accountant, relation).tpr_at_1_percent_fpr
+        most = None if source is None else _most_members(source, what.fpr, question)
         return Measured(name=name, text=str(what), refuted=most is not None and what.tpr_interval[0] > most)
     if hasattr(what, "epsilon") and hasattr(what, "delta"):
         bound, at, text = float(what.epsilon), float(what.delta), str(what)
     else:
         remedy = "give a bound on ε, or an audit's report"
-        bound, at = _checks.real(f"audits[{name!r}]", what, remedy, at_least=0), delta
-        text = f"epsilon is at least {_report_html.rounded_down(bound)} at delta = {delta:g}"
-    paid = None if source is None or not 0 < at < 1 else _try(source.promise.cost, at, accountant)
+        bound, at = _checks.real(f"audits[{name!r}]", what, remedy, at_least=0), question.delta
+        text = f"epsilon is at least {_report_html.rounded_down(bound)} at delta = {at:g}"
+    paid = None if source is None or not 0 < at < 1 else _try(source.promise.cost, at, question.accountant)
     claimed = None if paid is None else paid.epsilon
     refuted = claimed is not None and bound > claimed
     return Measured(name=name, text=text, lower_bound=bound, delta=at, claimed=claimed, refuted=refuted)
+
+
+def _audited(name: str, sources: Sequence[_Source]) -> _Source | None:
+    """Returns the part that a finding is about; None if it is several, or a figure of it may not be published."""
+    found = [source for source in sources if source.name == name or source.name.startswith(f"{name}, ")]
+    if not found:
+        raise ValueError(
+            f"audits has {name!r}, which is no part: put each finding under the name of the part that was audited, one "
+            f"of {[source.name for source in sources]}"
+        )
+    return found[0] if len(found) == 1 and found[0].promise.withheld is None else None
+
+
+def _most_members(source: _Source, fpr: float, question: _Question) -> float | None:
+    """Returns the largest share of members that a test finds at this share of others, if it is known."""
+    if source.promise.event is None or source.unit != "example" or fpr != 0.01:
+        return None
+    return question.measures(source.promise).tpr_at_1_percent_fpr
 
 
 def _versions() -> dict[str, str]:
