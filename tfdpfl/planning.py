@@ -181,13 +181,11 @@ class PrivacyPlan:
             banded = _banded_run(self.noise, self.noise_multiplier, steps, rate, self.sampling, declared.unit)
             made = _ledger(banded, self.num_examples, self.ledger, self.metrics, self.epochs)
             return made.report(self.delta, self.accountant, notes, self.max_examples_per_user)
-        counts_passes = SCHEMES[self.sampling].counts_passes
         run: Keywords = {
             "num_examples": self.num_examples, "batch_size": self.batch_size, "noise_multiplier": self.noise_multiplier,
-            "num_steps": None if counts_passes else self.epochs * self.steps_per_epoch,
-            "num_epochs": self.epochs * declared.num_selected if counts_passes else None,
             "sampling": self.sampling, "truncated_batch_size": declared.truncated_batch_size, "unit": declared.unit,
             "secure_noise": self.secure_noise, "max_examples_per_user": self.max_examples_per_user,
+            **_length(self.sampling, self.epochs, self.steps_per_epoch, declared.num_selected),
         }  # fmt: skip
         if self.metrics is None and self.ledger is None:
             report = privacy_report(delta=self.delta, accountant=self.accountant, **run)
@@ -318,11 +316,11 @@ def plan(
     shown, clip = _checked_metrics(metrics), _checked_clip(l2_norm_clip)
 
     def solved(sampling: str) -> _Numbers:
-        counts_passes = _check_sampling(sampling, steps_per_epoch)
+        _check_sampling(sampling, steps_per_epoch)
         of_noise = {} if SCHEMES[sampling].fresh_noise else {"separation": _separation(sampling, secure_noise, batches)}
         made = (_BandedNumbers if of_noise else _Numbers)(
             target_epsilon, noise_multiplier, batch_size, num_epochs, steps_per_epoch, {**run, "sampling": sampling},
-            counts_passes, batches.get("num_selected", 1), shown, ledger, **of_noise,
+            batches.get("num_selected", 1), shown, ledger, **of_noise,
         )  # fmt: skip
         made.solve()
         return made
@@ -386,16 +384,20 @@ def _checked_metrics(metrics: PrivateMetrics | Sequence[str] | None) -> PrivateM
     return made
 
 
-def _check_sampling(sampling: str, steps_per_epoch: int | None) -> bool:
-    """Returns whether ε counts the passes over the data, and not the steps."""
+def _check_sampling(sampling: str, steps_per_epoch: int | None) -> None:
     if sampling not in BATCHES:
         raise ValueError(f"sampling={sampling!r} has no plan: take {' or '.join(map(repr, [*BATCHES, BEST]))}.")
-    counts_passes = SCHEMES[sampling].counts_passes
-    if counts_passes and steps_per_epoch is not None:
+    if SCHEMES[sampling].counts_passes and steps_per_epoch is not None:
         raise ValueError(
             f"steps_per_epoch={steps_per_epoch}: an epoch of sampling={sampling!r} has all examples. Leave it out."
         )
-    return counts_passes
+
+
+def _length(sampling: str, num_epochs: int, steps_per_epoch: int, uses: int) -> Keywords:
+    """Returns the length of a training as ε counts it, if an epoch has so many uses of an example."""
+    if SCHEMES[sampling].counts_passes:
+        return {"num_epochs": num_epochs * uses}
+    return {"num_steps": num_epochs * steps_per_epoch}
 
 
 def _separation(sampling: str, secure_noise: bool, batches: Keywords) -> int:
@@ -457,7 +459,6 @@ class _Numbers:
     num_epochs: Number
     steps_per_epoch: Number
     run: Keywords
-    counts_passes: bool
     uses: int  # of an example in an epoch, where that is fixed
     metrics: PrivateMetrics | None
     ledger: PrivacyLedger | None
@@ -506,11 +507,7 @@ class _Numbers:
             self.steps_per_epoch = self._steps_in(self.batch_size)
         if self.num_epochs is None:
             self.num_epochs = self._most_epochs(sized)
-        steps = self.num_epochs * self.steps_per_epoch
-        whole = {
-            **sized,
-            **({"num_epochs": self.num_epochs * self.uses} if self.counts_passes else {"num_steps": steps}),
-        }
+        whole = {**sized, **_length(self.run["sampling"], self.num_epochs, self.steps_per_epoch, self.uses)}
         if self._beside:
             if self.noise_multiplier is None:
                 self._check_left(whole["delta"], whole["accountant"])
@@ -539,10 +536,14 @@ class _Numbers:
                 "the training. Raise the target, or spend less before."
             )
 
+    @property
+    def _counts_passes(self) -> bool:
+        return SCHEMES[self.run["sampling"]].counts_passes
+
     def _steps_in(self, batch_size: int) -> int:
         """Returns how many updates an epoch has."""
         n = self.run["num_examples"]
-        return -(-n // batch_size) * self.uses if self.counts_passes else max(n // batch_size, 1)
+        return -(-n // batch_size) * self.uses if self._counts_passes else max(n // batch_size, 1)
 
     def _largest_batch(self) -> int:
         given, n, noise = self.steps_per_epoch, self.run["num_examples"], self.noise_multiplier
@@ -551,7 +552,7 @@ class _Numbers:
         )
         size = compute_batch_size(target_epsilon=self.target_epsilon, noise_multiplier=noise, **length, **self.run)
         # fit takes whole steps an epoch, which may be fewer than epochs * num_examples / batch_size.
-        while given is None and not self.counts_passes and size < n and self.target_epsilon >= compute_epsilon(
+        while given is None and not self._counts_passes and size < n and self.target_epsilon >= compute_epsilon(
             noise_multiplier=noise, batch_size=size + 1, num_steps=self.num_epochs * (n // (size + 1)), **self.run
         ):  # fmt: skip
             size += 1

@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import tensorflow as tf
@@ -425,9 +425,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def ledger(self) -> PrivacyLedger:
         """All that ran on the data, this far."""
         self._spent.cut_off()
+        return self._ledger_of([dp.ledger() for dp in self._seen()])
+
+    def _ledger_of(self, trained: list[PrivacyLedger]) -> PrivacyLedger:
+        """Returns the ledger of these trainings, of what was given and of what else spends on the data."""
         ledger = PrivacyLedger().merge(self._given)
-        for dp in self._seen():
-            ledger.merge(dp.ledger())
+        for each in trained:
+            ledger.merge(each)
         for other in self._others():
             other.add_to(ledger)
         return ledger.of_dataset(self._dataset)
@@ -530,10 +534,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 priced(1)  # what cannot be added up is refused now
             with_more(1)  # and what has no price by itself
             return None
-        planned, more = self._planned()
-        for number in (planned + more, planned):  # the search for the last step that fits may take a minute
-            if priced(number) <= self.target_epsilon:
-                return number
+        fits = self._planned_number(priced, self.target_epsilon)  # a search for the last step may take a minute
+        if fits is not None:
+            return fits
         try:
             most = compute_num_steps(
                 target_epsilon=self.target_epsilon, noise_multiplier=multiplier, delta=self.delta,
@@ -558,24 +561,21 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         def priced(number: int) -> float:
             passes = number if fit.shuffled else fit.passes_in(number * fit.parts)
             steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
-            ledger = PrivacyLedger().merge(self._given)
-            for other in self._seen():
-                if other is not dp:
-                    ledger.merge(other.ledger())
-            ledger.merge(dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches, fit.clips))
-            for other in self._others():
-                other.add_to(ledger)
-            return self._priced(ledger.of_dataset(self._dataset))
+            others = [other.ledger() for other in self._seen() if other is not dp]
+            own = dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches, fit.clips)
+            return self._priced(self._ledger_of([*others, own]))
 
         if self.target_epsilon is None:
             priced(1)  # what has no price is refused now
             return None
+        fits = self._planned_number(priced, self.target_epsilon)  # a search takes as many prices as the number has bits
+        most = sum(self._planned())
+        return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced) if fits is None else fits
+
+    def _planned_number(self, priced: Callable[[int], float], target: float) -> int | None:
+        """Returns how many steps (passes, if shuffled) Keras will take, if they meet the target."""
         planned, more = self._planned()
-        most = planned + more
-        for number in dict.fromkeys((most, planned)):  # the search takes as many prices as the number has bits
-            if priced(number) <= self.target_epsilon:
-                return number
-        return bisect.bisect_right(range(1, most + 1), self.target_epsilon, key=priced)
+        return next((n for n in dict.fromkeys((planned + more, planned)) if priced(n) <= target), None)
 
     def _planned(self) -> tuple[int, int]:
         """How many steps (passes, if shuffled) Keras says it will take, and an execution's (epoch's) number of them;
