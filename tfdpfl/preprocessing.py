@@ -198,6 +198,13 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         >>> layer.adapt(x, bounds=(-4, 4), epsilon=0.5, delta=1e-6)
     """
 
+    def _kept_axes(self, rank: int) -> list[int]:
+        axes = () if self.axis is None else self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
+        kept = sorted(axis % rank for axis in axes)
+        if 0 in kept:
+            raise ValueError(f"axis={self.axis!r} is the axis of the examples, so each example would be published.")
+        return kept
+
     @shows_arguments(_Cost, _Release)
     def adapt(
         self, data: ArrayLike | tf.data.Dataset, *, bounds: tuple[ArrayLike, ArrayLike] | None = None,
@@ -218,10 +225,7 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
             PrivacyError: The ledger protects users, or is for neighbours of which one example is replaced.
         """
         rows = _rows(data)
-        axes = () if self.axis is None else self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
-        kept = sorted(axis % rows.ndim for axis in axes)
-        if 0 in kept:
-            raise ValueError(f"axis={self.axis!r} is the axis of the examples, so each example would be published.")
+        kept = self._kept_axes(rows.ndim)
         others = tuple(axis for axis in range(1, rows.ndim) if axis not in kept)
         shape = tuple(rows.shape[axis] for axis in kept)
         whole = tuple(n if axis in kept else 1 for axis, n in enumerate(rows.shape) if axis)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfdpfl._types import PrivacyLosses
+from tfdpfl.accounting.fixed_size import losses_of
 
 __all__ = ["losses"]
 
@@ -126,7 +127,6 @@ def losses(sigma: float, steps: int, interval: float) -> PrivacyLosses:
         steps: t.
         interval: Of the grid of losses.
     """
-    from dp_accounting.pld import pld_pmf
     from dp_accounting.pld import privacy_loss_distribution as distribution
 
     total = _sum_of(1 / sigma, steps)
@@ -138,14 +138,10 @@ def losses(sigma: float, steps: int, interval: float) -> PrivacyLosses:
     number = np.arange(-last, last + 1)
     ratio = np.exp(number * interval)
 
-    def pmf(deltas: np.ndarray) -> PrivacyLosses:
-        deltas = np.maximum.accumulate(np.clip(deltas, 0, 1)[::-1])[::-1]  # rounding may not make them rise
-        return pld_pmf.create_pmf_pessimistic_connect_dots(interval, number, deltas)
-
     mass, mean = np.append(np.cumsum(p[::-1])[::-1], 0), np.append(np.cumsum((p * s)[::-1])[::-1], 0)
     at = np.searchsorted(s, ratio)
     removed = mean[at] - ratio * mass[at] + lost + rounding
     mass, mean = np.insert(np.cumsum(p), 0, 0) + total.zero, np.insert(np.cumsum(p * s), 0, 0)
     at = np.searchsorted(s, 1 / ratio)
     added = mass[at] - ratio * mean[at] + rounding
-    return distribution.PrivacyLossDistribution(pmf(removed), pmf(added))
+    return distribution.PrivacyLossDistribution(*(losses_of(deltas, interval, number) for deltas in (removed, added)))

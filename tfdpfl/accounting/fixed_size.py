@@ -7,19 +7,18 @@ import math
 
 import numpy as np
 
-from tfdpfl._types import Arrays, DpEvent
+from tfdpfl._types import DpEvent, PrivacyLosses
 
-__all__ = ["losses"]
+__all__ = ["losses", "losses_of"]
 
 _TAIL = 10.0  # standard deviations: what lies beyond, a mass of e^-53, counts as lost
 
 
-def losses(event: DpEvent, interval: float) -> Arrays:
+def losses(event: DpEvent, interval: float) -> PrivacyLosses:
     """The privacy loss distribution of one use of the event, on a grid, rounded towards less privacy, where a member's
     contribution is blanked (``"zero_out"``). σ is relative to the clip C. Another member in its place moves the sum by
     up to 2C, nothing in its place by up to C.
     """
-    from dp_accounting.pld import pld_pmf
     from dp_accounting.pld import privacy_loss_distribution as distribution
 
     q = event.sample_size / event.source_dataset_size
@@ -28,14 +27,20 @@ def losses(event: DpEvent, interval: float) -> Arrays:
     grid = np.arange(last + 1) * interval
     sides = _blanked(q, s, grid), _sampled(q, s, grid)
 
-    def pmf(above: np.ndarray, below: np.ndarray) -> Arrays:
+    def pmf(above: np.ndarray, below: np.ndarray) -> PrivacyLosses:
         # H_α(P || Q) at α < 1 is 1 - α + α H_(1/α)(Q || P).
         left = -np.expm1(-grid) + np.exp(-grid) * below
-        deltas = np.concatenate([left[:0:-1], above])
-        deltas = np.maximum.accumulate(np.clip(deltas, 0, 1)[::-1])[::-1]  # rounding may not make them rise
-        return pld_pmf.create_pmf_pessimistic_connect_dots(interval, np.arange(-last, last + 1), deltas)
+        return losses_of(np.concatenate([left[:0:-1], above]), interval, np.arange(-last, last + 1))
 
     return distribution.PrivacyLossDistribution(pmf(*sides), pmf(*sides[::-1]))
+
+
+def losses_of(deltas: np.ndarray, interval: float, number: np.ndarray) -> PrivacyLosses:
+    """Returns losses at these multiples of an interval that have at least these δ at them."""
+    from dp_accounting.pld import pld_pmf
+
+    deltas = np.maximum.accumulate(np.clip(deltas, 0, 1)[::-1])[::-1]  # rounding may not make them rise
+    return pld_pmf.create_pmf_pessimistic_connect_dots(interval, number, deltas)
 
 
 def _blanked(q: float, s: float, epsilon: np.ndarray) -> np.ndarray:

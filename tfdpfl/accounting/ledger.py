@@ -14,7 +14,7 @@ from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_ar
 from tfdpfl.accounting.events import event_named, gaussian_of_group
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.accounting.report import OF_SEVERAL_EXAMPLES, USERS_ARE_UNITS, PrivacyReport, report_of
+from tfdpfl.accounting.report import FIGURES, OF_SEVERAL_EXAMPLES, USERS_ARE_UNITS, PrivacyReport, report_of
 from tfdpfl.accounting.run import ADJACENCIES, OLD_NAMES, SAVED_AS, UNITS, Run
 from tfdpfl.accounting.sampling import EVERY_BATCH
 from tfdpfl.errors import PrivacyError
@@ -609,8 +609,7 @@ class PrivacyLedger:
         if not others:
             return report
         # What only some of the rows have is not the whole ledger's.
-        of_runs = "noise_multiplier num_examples batch_size num_microbatches sampling_rate"
-        unknown: Keywords = dict.fromkeys(of_runs.split())
+        unknown: Keywords = dict.fromkeys(FIGURES)
         if not all(isinstance(row, _Applied) for row in others):
             unknown["sampling"] = None  # other steps were drawn otherwise; releases are no steps
         touched = report.participations + sum(row.run.participations for row in others)

@@ -217,14 +217,11 @@ def beyond_support(leaf: DpEvent) -> float:
     """
     from dp_accounting import dp_event
 
-    def tail(shift: float) -> float:
-        return math.exp(-((SUPPORT - shift) ** 2) / 2) if shift < SUPPORT else 1.0
-
     if hasattr(leaf, "gaussian"):
-        return sum(number * tail(shift) for number, shift in leaf.shifts)
+        return sum(number * _tail(shift) for number, shift in leaf.shifts)
     if hasattr(leaf, "sensitivities"):
-        shifts = [abs(s) / leaf.standard_deviation if leaf.standard_deviation else math.inf for s in leaf.sensitivities]
-        return sum(p * tail(s) for s, p in zip(shifts, leaf.sampling_probs, strict=True) if s)
+        chances = zip(leaf.sensitivities, leaf.sampling_probs, strict=True)
+        return sum(p * _tail(abs(s), leaf.standard_deviation) for s, p in chances if s)
     if hasattr(leaf, "event"):
         # In the mean, so many runs of a search could show where noise ends.
         chance = getattr(leaf, "sampling_probability", 1.0) * getattr(leaf, "mean", 1.0)
@@ -234,14 +231,20 @@ def beyond_support(leaf: DpEvent) -> float:
 
         # Where a batch is full an example that is in it pushed another out.
         n, rate, size = leaf.dataset_size, leaf.sampling_probability, leaf.truncated_batch_size
-        one, two = (tail(shift / leaf.noise_multiplier if leaf.noise_multiplier else math.inf) for shift in (1, 2))
+        one, two = (_tail(moved, leaf.noise_multiplier) for moved in (1, 2))
         return rate * one + float(binom.sf(size - 1, n - 1, rate)) * two
     laplace = tuple(getattr(dp_event, name, ()) for name in ("LaplaceDpEvent", "DiscreteLaplaceDpEvent"))
     sigma = None if isinstance(leaf, laplace) else getattr(leaf, "noise_multiplier", None)
     if sigma is None:
         return 0.0
     uses = _NOISES_OF_A_TREE if "TreeAggregation" in type(leaf).__name__ else 1
-    return uses * tail(1 / sigma if sigma > 1e-300 else math.inf)
+    return uses * _tail(1, sigma)
+
+
+def _tail(moved: float, deviation: float = 1.0) -> float:
+    """The probability that noise passes its end, less how far it is moved."""
+    shift = moved / deviation if deviation > 1e-300 else math.inf
+    return math.exp(-((SUPPORT - shift) ** 2) / 2) if shift < SUPPORT else 1.0
 
 
 def _is_discrete(leaf: DpEvent) -> bool:
@@ -271,27 +274,34 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str, whole_orders: boo
         if relation is None:
             return None
         try:
-            divergences = np.zeros(len(orders))
-            for (leaf, n), own in zip(leaves, drawn, strict=True):
-                divergence = _cached(_divergences, leaf.event if own else leaf, orders, relation)
-                if own:  # to be blanked is a case of being replaced, which moves the sum by twice as much
-                    replaced = _cached(_divergences, _halved(leaf), orders, *_relations("replace_one"))
-                    divergence = np.fmin(divergence, replaced)
-                divergences = divergences + n * divergence
+            divergences = _composed_divergences(leaves, drawn, orders, relation)
         except _NUMERICAL:  # the series of a fractional order failed: integer orders are finite sums
             continue
-        # A sampled step's divergence may be below what a float resolves, and there may be 10^12 steps.
-        sampled = _sampled_steps(leaves)
-        if sampled:
-            by_order = np.asarray(orders) / (np.asarray(orders) - 1)
-            divergences = divergences + sampled * _ROUNDING_OF_A_DIVERGENCE * by_order
-        # A divergence that rounds to below zero is an error in 0.4 and ε = 0 in 0.6; a NaN order would win
-        # the argmin.
-        if not all(divergences == 0):
-            divergences = np.where(np.isnan(divergences), np.inf, np.maximum(divergences, 1e-12))
         with _numerics():
             return _converted_divergences(np.asarray(orders), divergences, delta)
     return math.inf
+
+
+def _composed_divergences(
+    leaves: Leaves, drawn: Sequence[bool], orders: tuple[float, ...], relation: Relation
+) -> Arrays:
+    """Returns the Rényi divergences of all events together; ``drawn`` says which are blanked subsets."""
+    import numpy as np
+
+    divergences = np.zeros(len(orders))
+    for (leaf, n), own in zip(leaves, drawn, strict=True):
+        divergence = _cached(_divergences, leaf.event if own else leaf, orders, relation)
+        if own:  # to be blanked is a case of being replaced, which moves the sum by twice as much
+            replaced = _cached(_divergences, _halved(leaf), orders, *_relations("replace_one"))
+            divergence = np.fmin(divergence, replaced)
+        divergences = divergences + n * divergence
+    # A sampled step's divergence may be below what a float resolves, and there may be 10^12 steps.
+    by_order = np.asarray(orders) / (np.asarray(orders) - 1)
+    divergences = divergences + _sampled_steps(leaves) * _ROUNDING_OF_A_DIVERGENCE * by_order
+    # A divergence that rounds to below zero is an error in 0.4 and ε = 0 in 0.6; a NaN order would win the argmin.
+    if all(divergences == 0):
+        return divergences
+    return np.where(np.isnan(divergences), np.inf, np.maximum(divergences, 1e-12))
 
 
 def _converted_divergences(orders: Arrays, divergences: Arrays, delta: float) -> float:
@@ -419,10 +429,9 @@ def _composed_losses_epsilon(leaves: Leaves, delta: float, adjacency: str, inter
     if adjacency == "replace_one":
         # PLD's REPLACE_ONE doubles the sensitivity of a Gaussian, sampled or not, in 0.6; our σ has it already. In 0.4
         # it does not, and no sampled one is known.
-        doubled = [_doubled(leaf) for leaf, _ in leaves]
-        if not _pld_replaces() or None in doubled:
+        leaves = [(_doubled(leaf), n) for leaf, n in leaves]
+        if not _pld_replaces() or any(leaf is None for leaf, _ in leaves):
             return None
-        leaves = [(leaf, n) for leaf, (_, n) in zip(doubled, leaves, strict=True) if leaf is not None]
     drawn = [hasattr(leaf, "losses") or _is_blanked_subset(leaf, adjacency) for leaf, _ in leaves]
     relation = _relation(lambda relation: pld.PLDAccountant(relation, interval), leaves, drawn, adjacency)
     if relation is None:

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tfdpfl import _formats
 from tfdpfl._types import DpEvent, Json, Keywords, Promiser
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADJACENCY_TEXT",
+    "FIGURES",
     "GENERAL_NOTES",
     "OF_SEVERAL_EXAMPLES",
     "USERS_ARE_UNITS",
@@ -35,6 +36,8 @@ __all__ = [
     "rounded_up",
 ]
 
+FIGURES = ("noise_multiplier", "num_examples", "batch_size", "num_microbatches", "sampling_rate")  # of a report's runs
+_KINDS = ("sampling", "truncated_batch_size", "unit")
 _VERSION = 1  # of `PrivacyReport.to_dict`; fields may be added to it, and none may go
 ADJACENCY_TEXT = {
     "add_or_remove_one": "data sets that differ in the presence of one example",
@@ -261,29 +264,22 @@ def report_of(
         )
     delta, accountant = check_delta(delta), check_accountant(accountant)
     paid = price(event, delta, accountant, adjacency)
-    only: Callable[[str], Any] = lambda name: _only({getattr(run, name) for run in runs})  # noqa: E731
+    of_runs: Keywords = {name: _only({getattr(run, name) for run in runs}) for name in (*FIGURES, *_KINDS)}
     return PrivacyReport(
         epsilon=paid.epsilon,
         delta=delta,
         adjacency=adjacency,
-        sampling=only("sampling"),
         accountant=paid.accountant,
-        noise_multiplier=only("noise_multiplier"),
         steps=sum(run.steps for run in runs),
         participations=sum(run.participations for run in runs),
-        num_examples=only("num_examples"),
-        batch_size=only("batch_size"),
-        num_microbatches=only("num_microbatches"),
-        sampling_rate=only("sampling_rate"),
         shuffled_epsilon=None
         if shuffled is None
         else price(shuffled.dp_event, delta, accountant, str(shuffled.adjacency)).epsilon,
         max_examples_per_user=users[0],
-        truncated_batch_size=only("truncated_batch_size"),
-        unit=only("unit"),
         rows=(*map(_row, runs), *texts),
         notes=(*notes, *_notes_on(runs, paid, delta, accountant), *GENERAL_NOTES),
         event=event,
+        **of_runs,
     )
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import callbacks_of, optimizer_of
 from tfdpfl._sums import noisy_sum
-from tfdpfl._types import Arrays, Dataset, Keywords, Loss, Model
+from tfdpfl._types import Arrays, Callback, Dataset, Keywords, Loss, Model
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length, running_models
@@ -178,15 +178,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         call = fit_arguments(self.model)
         others = callbacks_of(call)
-        before = others[: others.index(self)] if self in others else []
-        strangers = [c for c in before if not isinstance(c, PrivateMetrics)]
-        if strangers:
-            raise PrivacyError(
-                f"{type(strangers[0]).__name__} comes before PrivateMetrics among the callbacks, so it would see the "
-                "figures that PrivateMetrics hides. Put PrivateMetrics first: callbacks=[metrics, ...]."
-            )
         budgets = [c for c in others if isinstance(c, PrivacyBudget)]
-        self._hides = not before
+        self._hides = not self._before_me(others)
         self._batches, self._weights, self._units = self._to_evaluate(call)
         self._releases.model = weakref.ref(self.model)
         self._event = self._releases.event = self.event(self._units)
@@ -200,6 +193,17 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
             budget.include(self._releases)
         if not budgets and not self.validation:
             RELEASED[self.model] = list(dict.fromkeys([*RELEASED.get(self.model, ()), self._releases]))
+
+    def _before_me(self, callbacks: list[Callback]) -> list[Callback]:
+        """Returns the callbacks that see the logs first, which must be of this kind."""
+        before = callbacks[: callbacks.index(self)] if self in callbacks else []
+        for stranger in before:
+            if not isinstance(stranger, PrivateMetrics):
+                raise PrivacyError(
+                    f"{type(stranger).__name__} comes before PrivateMetrics among the callbacks, so it would see the "
+                    "figures that PrivateMetrics hides. Put PrivateMetrics first: callbacks=[metrics, ...]."
+                )
+        return before
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if (epoch + 1) % self.every == 0:
