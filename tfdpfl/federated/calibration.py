@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdpfl._names import accept_old_names
+from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, price
@@ -21,9 +22,6 @@ from tfdpfl.federated.guarantees import (
     participations,
 )
 from tfdpfl.federated.privacy import Guarantee, Participation, RoundsRun
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["compute_federated_noise_multiplier", "skellam_level", "total_price"]
 

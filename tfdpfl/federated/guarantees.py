@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tfdpfl._types import DpEvent
 from tfdpfl.accounting.participation import most_participations, tree_sensitivity
 from tfdpfl.accounting.pricing import Price, check_delta, price
 from tfdpfl.accounting.sampling import POISSON, SCHEMES
@@ -21,8 +22,6 @@ from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import Participation, RoundsRun
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-
     from tfdpfl.noise.strategies import Noise
 
 __all__ = [

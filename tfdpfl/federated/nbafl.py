@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from tfdpfl._types import Arrays, Computation, Dataset, Keywords, Loss, Model, Nest, Optimizer, State
+from tfdpfl._types import Arrays, Computation, Dataset, DpEvent, Keywords, Loss, Model, Nest, Optimizer, State
 from tfdpfl.accounting import _checks, compute_noise_multiplier
 from tfdpfl.accounting.arguments import shows_arguments
 from tfdpfl.accounting.pricing import Price, price
@@ -27,7 +27,6 @@ from tfdpfl.federated.guarantees import LocalLevel, participations
 from tfdpfl.federated.privacy import Participation, RoundsRun
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
     from typing_extensions import Unpack
 
 __all__ = [

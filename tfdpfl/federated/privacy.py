@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import Price
 from tfdpfl.accounting.promises import NoPromisesError, Promise, promises_of
 from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = [
     "UNITS",

@@ -350,31 +350,35 @@ class _Ledger:
         self.participation: Participation | None = getattr(sampler, "participation", None)
         self.accountant = check_accountant(accountant)
         self.delta = None if delta is None and not self.guarantees else check_delta(delta)
+        check_target(target_epsilon)
+        self.budgets = {str(c): _checks.real(f"client_epsilon[{c!r}]", e, "give the ε to stay within", above=0)
+                        for c, e in (client_epsilon or {}).items()}  # fmt: skip
+        self._check_levels(target_epsilon is not None)
+        self.left_at: dict[str, int] = {}
+        self._check = CohortCheck(self.participation) if self.guarantees and self.participation else None
+        self.begun: list[Round] = []
+        self.write: Callable[[dict], None] = lambda line: None
+
+    def _check_levels(self, has_target: bool) -> None:
+        """Refuses a process whose guarantees cannot be priced, or are not those that targets are for."""
         if self.guarantees and self.participation is None:
             raise PrivacyError(
                 "The sampler declares no participation, so nothing can be priced. Use one of "
                 "tfdpfl.federated.samplers, or give yours an attribute `participation`."
             )
-        check_target(target_epsilon)
-        if target_epsilon is not None and not self.guarantees:
+        if has_target and not self.guarantees:
             raise PrivacyError(
                 "target_epsilon is given, but the process promises no privacy. Take one of tfdpfl.federated, or "
                 "leave the target out."
             )
-        self.budgets = {str(c): _checks.real(f"client_epsilon[{c!r}]", e, "give the ε to stay within", above=0)
-                        for c, e in (client_epsilon or {}).items()}  # fmt: skip
         if self.budgets and not any(isinstance(guarantee, ExampleLevel) for guarantee in self.guarantees):
             raise PrivacyError(
                 "client_epsilon is given, but the process protects no examples, so that no client pays for itself. "
                 "Take build_example_dp_fed_avg, or target_epsilon for all."
             )
-        self.left_at: dict[str, int] = {}
         levels = [guarantee.level for guarantee in self.guarantees]
         if len(set(levels)) < len(levels):
             raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one.")
-        self._check = CohortCheck(self.participation) if self.guarantees and self.participation else None
-        self.begun: list[Round] = []
-        self.write: Callable[[dict], None] = lambda line: None
 
     def check_population(self, known: int) -> None:
         p = self.participation
@@ -473,22 +477,12 @@ class _Checkpoints:
             )
         versions = _wait(self._states.get_versions()) or []
         done = versions[-1] if versions else 0
-        sampler = self._ledger.sampler
-        if not kept.header:
-            if versions:
-                raise ValueError(f"{self._folder} has states but no {LEDGER}. Restore it, or take another folder.")
-            drawn = sampler.get_state() if hasattr(sampler, "get_state") else None
-            header = _formats.describe(self._ledger.header())
-            self._append({**_formats.stamp(VERSION), **header, "sampler": drawn})
-            _files.sync(self._folder)
+        if kept.header:
+            self._continue(kept, done)
+        elif versions:
+            raise ValueError(f"{self._folder} has states but no {LEDGER}. Restore it, or take another folder.")
         else:
-            self._check_header(kept.header)
-            if not kept.stamps or kept.stamps[-1]["version"] < VERSION:
-                self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
-            self._ledger.resume(kept.begun, done)
-            if kept.header["sampler"] is not None and hasattr(sampler, "set_state"):
-                sampler.set_state(kept.header["sampler"])
-                sampler.remember({round_.number: round_.cohort for round_ in kept.begun})
+            self._begin()
         saved = _wait(self._states.load(done, {"state": start, "rows": ""})) if versions else {}
         told = json.loads(bytes(saved["rows"]).decode()) if saved else []
         told = {"rows": told, "ledger": None} if isinstance(told, list) else told  # as it was before version 2
@@ -501,6 +495,24 @@ class _Checkpoints:
         rows += told["rows"]
         self._note(done)
         return saved["state"]
+
+    def _begin(self) -> None:
+        sampler = self._ledger.sampler
+        drawn = sampler.get_state() if hasattr(sampler, "get_state") else None
+        header = _formats.describe(self._ledger.header())
+        self._append({**_formats.stamp(VERSION), **header, "sampler": drawn})
+        _files.sync(self._folder)
+
+    def _continue(self, kept: Record, done: int) -> None:
+        """Takes up a training of which so many rounds are complete."""
+        self._check_header(kept.header)
+        if not kept.stamps or kept.stamps[-1]["version"] < VERSION:
+            self._append(_formats.stamp(VERSION))  # the lines that follow are of this version
+        self._ledger.resume(kept.begun, done)
+        sampler, drawn = self._ledger.sampler, kept.header["sampler"]
+        if drawn is not None and hasattr(sampler, "set_state"):
+            sampler.set_state(drawn)
+            sampler.remember({round_.number: round_.cohort for round_ in kept.begun})
 
     def _check_header(self, saved: Json) -> None:
         """Refuses a folder of a training with other settings."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from tfdpfl import _formats
-from tfdpfl._types import JsonValue, Promiser
+from tfdpfl._types import DpEvent, JsonValue, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.sampling import POISSON
 from tfdpfl.clips import AdaptiveClip
@@ -22,9 +21,6 @@ from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.federated.samplers import PoissonClientSampler
 from tfdpfl.flower.journal import Record
 from tfdpfl.noise.strategies import KINDS
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 __all__ = ["Draw", "Settings", "ledger_of_uploads"]
 
