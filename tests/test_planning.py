@@ -358,7 +358,9 @@ def test_a_plan_takes_what_a_ledger_leaves_of_the_target():
 def test_examples_that_rest_have_banded_noise_and_train_to_the_target(monkeypatch):
     monkeypatch.setattr(monte_carlo, "RUNS", 1 << 15)
     how = dict(sampling="b_min_sep", min_separation=4, delta=0.02, accountant="pld")
+    monte_carlo.simulated.cache_clear()
     made = plan(user_ids=np.arange(N) // 2, examples_per_user=1, batch_size=10, ledger=gaussian_ledger(), **how)
+    assert 1 < monte_carlo.simulated.cache_info().misses <= 4  # each price takes minutes
     assert (made.epochs, made.steps_per_epoch) == (1, 20)
     assert made.noise == tfdpfl.noise.Banded(bands=4, min_separation=4, max_participations=1, num_steps=20)
     model = model_with(made.optimizer("sgd"))

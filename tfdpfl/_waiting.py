@@ -7,10 +7,15 @@ import sys
 import threading
 from collections.abc import Iterator
 
-__all__ = ["explain_wait"]
+__all__ = ["explain_wait", "is_watched"]
 
 _PATIENCE = 1.0  # seconds
 _thread = threading.local()  # explaining: whether a call around this one explains the wait already
+
+
+def is_watched() -> bool:
+    """Returns whether a person may look at standard error: at a terminal or a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 @contextlib.contextmanager
@@ -19,7 +24,7 @@ def explain_wait(doing: str) -> Iterator[None]:
 
     Logs of programs get nothing: nobody waits there. A call inside of another one that explains itself is silent.
     """
-    if getattr(_thread, "explaining", False) or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    if getattr(_thread, "explaining", False) or not is_watched():
         yield
         return
     _thread.explaining = True

@@ -512,13 +512,17 @@ class _Numbers:
             if self.noise_multiplier is None:
                 self._check_left(whole["delta"], whole["accountant"])
                 self.noise_multiplier = smallest_noise_multiplier(
-                    lambda z: self._spent(z, **whole), self.target_epsilon, self._tolerance
+                    lambda z: self._spent(z, **whole), self.target_epsilon, self._tolerance, self._rough(whole)
                 )
             self.target_epsilon = self.target_epsilon or self._spent(self.noise_multiplier, **whole)
         if self.noise_multiplier is None:
             self.noise_multiplier = compute_noise_multiplier(target_epsilon=self.target_epsilon, **whole)
         if self.target_epsilon is None:
             self.target_epsilon = compute_epsilon(noise_multiplier=self.noise_multiplier, **whole)
+
+    def _rough(self, whole: Keywords) -> Callable[[float], float] | None:
+        """Returns what `smallest_noise_multiplier` accepts as a rough ε, if ε takes a simulation."""
+        return None
 
     def _spent(self, noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
         """Returns the ε of a training by its noise, with all that ε covers beside it."""
@@ -593,9 +597,15 @@ class _BandedNumbers(_Numbers):
         super().solve()
         self.steps_per_epoch, self.num_epochs = self.num_epochs * self.steps_per_epoch, 1
 
-    def _spent(self, noise_multiplier: float, delta: float, accountant: str, **run: Any) -> float:
+    def _rough(self, whole: Keywords) -> Callable[[float], float] | None:
+        return lambda z: self._spent(z, **whole, roughly=True)
+
+    def _spent(
+        self, noise_multiplier: float, delta: float, accountant: str, roughly: bool = False, **run: Any
+    ) -> float:
         population, sampling = run["num_examples"], run["sampling"]
         rate = SCHEMES[sampling].rate(self.batch_size, population, self.separation)
         banded = _banded_run(self.noise, noise_multiplier, run["num_steps"], rate, sampling, run["unit"])
+        banded = banded.rough or banded if roughly else banded
         ledger = _ledger(banded, population, self.ledger, self.metrics, 1)
         return ledger.epsilon(delta, accountant, run["max_examples_per_user"])

@@ -17,6 +17,7 @@ from tfdpfl.accounting import (
     privacy_report,
     privacy_statement,
 )
+from tfdpfl.accounting.calibration import smallest_noise_multiplier
 from tfdpfl.accounting.report import report_of
 from tfdpfl.errors import PrivacyError
 
@@ -150,3 +151,37 @@ def test_secure_noise_changes_the_number_of_steps_and_the_batch_size():
     assert secure < steps
     size, secure = (compute_batch_size(num_steps=100, secure_noise=s, **run) for s in (False, True))
     assert secure < size
+
+
+def searched(epsilon, target, rough):
+    """The σ that a search finds, and those whose ε it computed."""
+    tried = []
+
+    def counted(z):
+        tried.append(z)
+        return epsilon(z)
+
+    return smallest_noise_multiplier(counted, target, 5e-3, rough), tried
+
+
+@pytest.mark.parametrize("target", [0.3, 2.0, 40.0])
+def test_a_rough_epsilon_that_is_about_proportional_saves_most_prices(target):
+    epsilon = lambda z: 1.3 / z + 0.8 / z**2
+    rough = lambda z: 2.0 / z + 0.9 / z**2
+    least = (1.3 + math.sqrt(1.69 + 3.2 * target)) / (2 * target)
+    sigma, tried = searched(epsilon, target, rough)
+    assert least <= sigma <= 1.005 * least and len(tried) <= 3
+    plain, every = searched(epsilon, target, None)
+    assert least <= plain <= 1.01 * least and len(every) == len({*every}) > 5
+
+
+@pytest.mark.parametrize(
+    "rough",
+    [lambda z: 1e-9 / z, lambda z: 5 + 1 / z, lambda z: 1 / z**3, lambda z: 0.0, lambda z: math.inf],
+    ids=["tiny", "never below", "steep", "none", "infinite"],
+)
+def test_a_rough_epsilon_that_is_wrong_costs_prices_and_no_privacy(rough):
+    epsilon = lambda z: 3.0 / z if z > 0.5 else math.inf
+    for target in (0.1, 2.0, 5.9):
+        sigma, _ = searched(epsilon, target, rough)
+        assert epsilon(sigma) <= target and sigma <= 1.04 * 3.0 / target

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import tqdm.auto
 from dp_accounting.pld import privacy_loss_distribution as distribution
 from scipy.stats import beta
 
@@ -63,7 +64,7 @@ def test_simulated_trainings_have_the_likelihood_ratios_of_all_sets_of_steps():
         drawn = rng.choice(len(chances), RUNS, p=chances / chances.sum())
         z = rng.standard_normal([RUNS, n + b - 1]) + (moves[drawn] if present else 0)
         truth = sign * np.log(np.exp(z @ moves.T - (moves**2).sum(1) / 2) @ chances)
-        ours = sign * monte_carlo.simulated(tuple(c), p, n, RUNS, present)
+        ours = sign * monte_carlo.simulated(tuple(c), p, n, RUNS)[0 if present else 1]
         for epsilon in (-0.5, 0.0, 0.5, 1.0):
             values = [np.maximum(-np.expm1(epsilon - losses), 0) for losses in (truth, ours)]
             deviation = np.sqrt(sum(v.var() for v in values) / RUNS)
@@ -88,6 +89,23 @@ def test_fewer_runs_cost_more_and_failure_is_in_delta(monkeypatch):
         )
     monkeypatch.setattr(monte_carlo, "FAILURE", 0.05)
     assert min(part._infinity_mass for part in parts(monte_carlo.losses((1.0,), 0.5, 3, RUNS, 1e-3))) >= 0.05
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_person_who_waits_sees_how_many_runs_are_simulated(watched, monkeypatch, capsys):
+    monkeypatch.setattr(monte_carlo, "is_watched", lambda: watched)
+    monkeypatch.setattr("tqdm.auto.tqdm", Eager)
+    monte_carlo.simulated.cache_clear()
+    monte_carlo.simulated((1.0,), 0.5, 3, 1 << 13)
+    said = capsys.readouterr().err
+    assert ("one epsilon: 100%" in said and "8192/8192" in said) if watched else not said
+
+
+class Eager(tqdm.auto.tqdm):
+    """A bar that does not wait."""
+
+    def __init__(self, *args, delay, **kwargs):
+        super().__init__(*args, mininterval=0, **kwargs)
 
 
 def test_the_convex_minorant_is_the_largest_convex_function_below():

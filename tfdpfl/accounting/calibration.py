@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ __all__ = [
 _TOLERANCE = 1e-4  # of σ, relative
 _LARGEST_SIGMA = 2.0**30
 _SMALLEST_SIGMA = 2.0**-10
+_TRIES = 4  # of σ that a rough ε says, before a search without it
 MOST_STEPS = 2**40
 
 
@@ -107,12 +109,24 @@ def compute_noise_multiplier(
 
 
 @explain_wait("searching for the noise multiplier; each try computes one epsilon")
-def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float, tolerance: float = _TOLERANCE) -> float:
+def smallest_noise_multiplier(
+    epsilon: Callable[[float], float],
+    target: float,
+    tolerance: float = _TOLERANCE,
+    rough: Callable[[float], float] | None = None,
+) -> float:
     """Returns the smallest σ, to about ``tolerance`` of it, whose ε, which must fall as σ grows, is at most ``target``.
+
+    Args:
+        rough: For an ε that takes long: another one that is about proportional to it. Few σ then have their ε computed.
 
     Raises:
         PrivacyError: No noise multiplier between 2⁻¹⁰ and 2³⁰ is the smallest one that meets the target.
     """
+    epsilon = functools.cache(epsilon)  # a search asks for the ends of its bracket again
+    found = None if rough is None else _near(rough, epsilon, target, tolerance)
+    if found is not None:
+        return found
     low = high = 1.0
     while epsilon(high) > target:
         low, high = high, 2 * high
@@ -128,6 +142,25 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], target: float, 
     while epsilon(sigma) > target:
         sigma, nudge = min(high, sigma * (1 + nudge)), 2 * nudge
     return sigma
+
+
+def _near(
+    rough: Callable[[float], float], epsilon: Callable[[float], float], target: float, tolerance: float
+) -> float | None:
+    """Returns such a σ, found where the rough ε says; None if the two are not proportional enough."""
+    rough, met = functools.cache(rough), math.inf
+    try:
+        sigma = smallest_noise_multiplier(rough, target, tolerance / 10)
+        for _ in range(_TRIES):
+            found = epsilon(sigma)
+            least = smallest_noise_multiplier(rough, target * rough(sigma) / found, tolerance / 10)
+            met = min(met, sigma) if found <= target else met
+            if met <= (1 + tolerance) * least:
+                return met
+            sigma = (1 + tolerance / 2) * least
+    except (PrivacyError, ZeroDivisionError):  # no σ has such a rough ε
+        return None
+    return met if met <= (1 + 2 * tolerance) * least else None  # a simulated ε is not known better than this
 
 
 @functools.lru_cache(maxsize=64)

@@ -135,6 +135,16 @@ class CorrelatedRun:
             self.num_steps,
         )  # fmt: skip
 
+    @property
+    def rough(self) -> CorrelatedRun | None:
+        """Returns a run that takes no simulation and has about proportional ε; None if this one takes none."""
+        scheme = SCHEMES[self.sampling]
+        if scheme.rough is None or self.sampling_rate is None:
+            return None
+        share = scheme.mean_share(self.sampling_rate, self.min_separation)
+        rate = SCHEMES[scheme.rough].rate(share, 1, self.min_separation)
+        return dataclasses.replace(self, sampling=scheme.rough, sampling_rate=rate)
+
     def text(self) -> str:
         how = f"at most {self.participations} uses of one {self.unit}, {self.min_separation} or more steps apart"
         if self.sampling_rate is not None:
@@ -193,7 +203,8 @@ def compute_correlated_noise_multiplier(
         ``max_participations``.
       accountant: "pld" or "rdp".
       sampling: with ``sampling_rate``, which sampling it is of: ``"cyclic_poisson"`` or ``"b_min_sep"``. Of the second
-        each of about ten tries is a simulation, and the noise multiplier may be 0.5 % too large.
+        each try is a simulation, of which there are two to four, or about ten in rare cases. The noise multiplier may
+        be 1 % too large.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -201,16 +212,19 @@ def compute_correlated_noise_multiplier(
     """
     target = real("target_epsilon", target_epsilon, "give the ε to keep to", above=0)
 
-    def epsilon(z: float) -> float:
-        run = CorrelatedRun(
+    def run_of(z: float) -> CorrelatedRun:
+        return CorrelatedRun(
             noise=noise, noise_multiplier=z, num_steps=num_steps, sampling_rate=sampling_rate, adjacency=adjacency,
             min_separation=noise.min_separation if min_separation is None else min_separation,
             max_participations=noise.max_participations if max_participations is None else max_participations,
             sampling=sampling,
         )  # fmt: skip
+
+    def epsilon(run: CorrelatedRun) -> float:
         return price(run.dp_event, delta, accountant, str(run.adjacency)).epsilon
 
-    return smallest_noise_multiplier(epsilon, target, SCHEMES[sampling].tolerance)
+    rough = None if run_of(1.0).rough is None else lambda z: epsilon(run_of(z).rough or run_of(z))
+    return smallest_noise_multiplier(lambda z: epsilon(run_of(z)), target, SCHEMES[sampling].tolerance, rough)
 
 
 class Compared(NamedTuple):

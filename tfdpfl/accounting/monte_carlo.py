@@ -34,6 +34,7 @@ import zlib
 import numpy as np
 
 from tfdpfl._types import PrivacyLosses
+from tfdpfl._waiting import is_watched
 
 __all__ = ["FAILURE", "RUNS", "losses"]
 
@@ -58,37 +59,53 @@ def losses(shifts: tuple[float, ...], rate: float, steps: int, runs: int, interv
     """
     from dp_accounting.pld import privacy_loss_distribution as distribution
 
-    removed, added = (simulated(shifts, rate, steps, runs, present) for present in (True, False))
+    removed, added = simulated(shifts, rate, steps, runs)
     return distribution.PrivacyLossDistribution(_pmf(removed, interval), _pmf(-added, interval))
 
 
-@functools.lru_cache(maxsize=4)
-def simulated(shifts: tuple[float, ...], rate: float, steps: int, runs: int, present: bool) -> np.ndarray:
-    """Returns log S of so many runs, with the example in the data or not. The same arguments give the same runs."""
-    seed = zlib.crc32(repr((shifts, rate, steps, runs, present)).encode())
+@functools.lru_cache(maxsize=2)
+def simulated(shifts: tuple[float, ...], rate: float, steps: int, runs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns log S of so many runs with the example in the data, and of as many without it.
+
+    Both have the same normals, whose draws take most of the time: the bounds of the two hold together however they
+    depend on each other. The same arguments give the same runs.
+    """
+    from tqdm.auto import tqdm
+
+    seed = zlib.crc32(repr((shifts, rate, steps, runs)).encode())
     sizes = [min(_AT_ONCE, runs - at) for at in range(0, runs, _AT_ONCE)]
 
-    def part(number: int) -> np.ndarray:
+    def part(number: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence((seed, number))))
-        return _log_ratios(np.array(shifts), rate, steps, sizes[number], present, rng)
+        normals = rng.standard_normal([steps + len(shifts) - 1, sizes[number]])
+        without = _log_ratios(np.array(shifts), rate, steps, normals)
+        _add_uses(np.array(shifts), rate, steps, normals, rng)
+        return _log_ratios(np.array(shifts), rate, steps, normals), without
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return np.concatenate(list(pool.map(part, range(len(sizes)))))
+        parts = tqdm(
+            pool.map(part, range(len(sizes))), "one epsilon", len(sizes), leave=False, delay=1, unit=" simulations",
+            unit_scale=_AT_ONCE, disable=not is_watched(),
+        )  # fmt: skip
+        present, absent = zip(*parts, strict=True)
+    return np.concatenate(present), np.concatenate(absent)
 
 
-def _log_ratios(
-    shifts: np.ndarray, rate: float, steps: int, runs: int, present: bool, rng: np.random.Generator
-) -> np.ndarray:
-    b = len(shifts)
-    normals = rng.standard_normal([steps + b - 1, runs])
+def _add_uses(shifts: np.ndarray, rate: float, steps: int, normals: np.ndarray, rng: np.random.Generator) -> None:
+    """Moves the normals of runs by the uses of an example that is in the data."""
+    b, runs = len(shifts), normals.shape[1]
     may_join = 1 / (1 + (b - 1) * rate)  # the probability that an example does not rest
-    if present:
-        rests = rng.choice(b, size=runs, p=np.append(may_join, np.full(b - 1, rate * may_join)))
-        step, every = rests + rng.geometric(rate, runs) - 1, np.arange(runs)
-        while (inside := step < steps).any():
-            for later, shift in enumerate(shifts):
-                normals[step[inside] + later, every[inside]] += shift
-            step = step + b - 1 + rng.geometric(rate, runs)
+    rests = rng.choice(b, size=runs, p=np.append(may_join, np.full(b - 1, rate * may_join)))
+    step, every = rests + rng.geometric(rate, size=[runs]) - 1, np.arange(runs)
+    while (inside := step < steps).any():
+        for later, shift in enumerate(shifts):
+            normals[step[inside] + later, every[inside]] += shift
+        step = step + b - 1 + rng.geometric(rate, size=[runs])
+
+
+def _log_ratios(shifts: np.ndarray, rate: float, steps: int, normals: np.ndarray) -> np.ndarray:
+    b, runs = len(shifts), normals.shape[1]
+    may_join = 1 / (1 + (b - 1) * rate)
     half = shifts @ shifts / 2
     ratios, scales = np.ones([b, runs]), np.zeros(runs)  # R[i + 1] to R[i + b], that of step j in row j % b
     with np.errstate(over="ignore", invalid="ignore"):

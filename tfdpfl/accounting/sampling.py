@@ -73,6 +73,7 @@ class SamplingScheme:
         one_pass: Whether a pass is a whole training, so that the noise begins anew with each.
         weaker: Names of samplings that claim less and are true of the same batches.
         tolerance: Of a noise multiplier that is searched for, with correlated noise.
+        rough: The name of a sampling that takes no simulation and has about proportional ε, if this one takes one.
         prices_discrete_noise: Whether a step with discrete noise can be priced.
         group_adjacencies: The relations that are priced if neighbours differ in several examples.
         truncated_adjacencies: The relations that are priced if larger batches are cut to a uniform subset.
@@ -95,6 +96,7 @@ class SamplingScheme:
     one_pass: ClassVar[bool] = False
     weaker: ClassVar[tuple[str, ...]] = ()
     tolerance: ClassVar[float] = 1e-5
+    rough: ClassVar[str | None] = None
     prices_discrete_noise: ClassVar[bool] = False
     group_adjacencies: ClassVar[tuple[str, ...]] = ()
     truncated_adjacencies: ClassVar[tuple[str, ...]] = ()
@@ -324,6 +326,7 @@ class BMinSep(SamplingScheme):
     separates_uses = True
     one_pass = True
     tolerance = 5e-3  # each try is a simulation
+    rough = CyclicPoisson.name
 
     def mean_share(self, rate: float, separation: int) -> float:
         return rate / (1 + (separation - 1) * rate)
