@@ -11,9 +11,13 @@ from accounting_cases import RUN, beyond, gaussian_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special
+from scipy.stats import binom
 
 from tfdpfl.accounting import PrivacyLedger, Run, compute_epsilon, price, pricing, privacy_report
+from tfdpfl.accounting.pricing import SUPPORT, beyond_support
+from tfdpfl.accounting.sampling import truncated_event_type
 from tfdpfl.errors import PrivacyError
+from tfdpfl.noise.strategies import moved_normals
 
 
 @pytest.mark.parametrize(
@@ -476,3 +480,19 @@ def test_rounding_in_many_convolutions_never_lowers_epsilon(sigma, delta):
     rate, steps = 0.9999, 100_000
     run = dict(num_examples=10_000, batch_size=9_999, noise_multiplier=sigma, num_steps=steps, delta=delta)
     assert compute_epsilon(**run) >= (1 - 1e-4) * gaussian_epsilon(sigma / math.sqrt(steps) / rate, delta)
+
+
+def test_each_kind_of_event_loses_the_ends_of_its_own_noise():
+    """Mass of a normal beyond SUPPORT less what an example moves it by, over the deviation."""
+    tail = lambda shift: math.exp(-((SUPPORT - shift) ** 2) / 2)
+    events = dp_accounting.dp_event
+    tree = events.SingleEpochTreeAggregationDpEvent(noise_multiplier=0.5, step_counts=8)
+    several = moved_normals(2.0, [(3.0, 1.5), (1.0, 4.0)])
+    lost = [(tree, 64 * tail(2)), (several, 3 * tail(1.5) + tail(4)), (events.GaussianDpEvent(0.0), 1.0)]
+    if hasattr(events, "MixtureOfGaussiansDpEvent"):
+        mixture = events.MixtureOfGaussiansDpEvent(0.5, (0.0, 1.0, 2.0), (0.5, 0.3, 0.2))
+        lost.append((mixture, 0.3 * tail(2) + 0.2 * tail(4)))
+        full = truncated_event_type(10)(101, 0.1, 10, 0.5)  # one batch in two is full, and who joins it pushes one out
+        lost.append((full, 0.1 * tail(2) + float(binom.sf(9, 100, 0.1)) * tail(4)))
+    for event, delta in lost:
+        assert beyond_support(event) == pytest.approx(delta, rel=1e-9)

@@ -405,10 +405,8 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
 
     if not leaves or guide == 0:
         return 0.0
-    gaussians = [(leaf, n) for leaf, n in leaves if isinstance(leaf, dp_event.GaussianDpEvent)]
     others = [(leaf, n) for leaf, n in leaves if not isinstance(leaf, dp_event.GaussianDpEvent)]
-    # Gaussians are together one, whatever the adjacency.
-    mu = math.hypot(*(math.sqrt(n) / max(leaf.noise_multiplier, 1e-100) for leaf, n in gaussians))
+    mu = _mu_of_gaussians(leaves)
     if not others:
         return gaussian_epsilon(mu, delta)
     left = delta - _ROUNDING_OF_A_STEP * sum(n for _, n in others)
@@ -417,9 +415,17 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
     if guide is None and any(_is_truncated(leaf) for leaf, _ in leaves):  # where batches are rarely full, about theirs
         guide = _rdp_epsilon([(_untruncated(leaf), n) for leaf, n in leaves], left, adjacency)
     interval = _discretization(leaves, guide)
-    if gaussians:
+    if mu:
         others.append((dp_event.GaussianDpEvent(1 / mu), 1))
     return _composed_losses_epsilon(others, left, adjacency, interval)
+
+
+def _mu_of_gaussians(leaves: Leaves) -> float:
+    """Returns 1/σ of the Gaussian that those among the events are together, whatever the adjacency."""
+    from dp_accounting import dp_event
+
+    gaussians = [(leaf.noise_multiplier, n) for leaf, n in leaves if isinstance(leaf, dp_event.GaussianDpEvent)]
+    return math.hypot(*(math.sqrt(n) / max(sigma, 1e-100) for sigma, n in gaussians))
 
 
 def _composed_losses_epsilon(leaves: Leaves, delta: float, adjacency: str, interval: float) -> float | None:

@@ -99,6 +99,22 @@ class Run:
         remedy = "give the standard deviation of the noise divided by the clip (0 for none)"
         _checks.put(self, real, "noise_multiplier", remedy, at_least=0)
         _checks.put(self, choice, "sampling", SAMPLINGS)
+        self._check_length()
+        self._check_microbatches()
+        self._check_groups_stay()
+        self._check_adjacency()
+        self._check_group()
+        self._check_truncation()
+        _checks.put(self, choice, "unit", UNITS)
+        if self.unit == "user" and self.max_examples_per_user > 1:
+            raise ValueError(
+                f"max_examples_per_user={self.max_examples_per_user} is for examples that are clipped one by one, "
+                "but with unit='user' all examples of a user are clipped together: leave it out"
+            )
+        if self.secure_noise:
+            self._check_discrete()
+
+    def _check_length(self) -> None:
         missing = [self.num_epochs, self.num_steps].count(None)
         if missing == 2 or (missing == 0 and not self.scheme.counts_passes):
             raise ValueError(
@@ -112,24 +128,15 @@ class Run:
                 f"num_steps={self.num_steps} is more than the {self._steps_of_epochs} steps that "
                 f"num_epochs={self.num_epochs:g} passes have: give one of the two"
             )
-        self._check_microbatches()
-        self._check_groups_stay()
-        self._check_adjacency()
-        self._check_group()
-        self._check_truncation()
-        _checks.put(self, choice, "unit", UNITS)
-        if self.unit == "user" and self.max_examples_per_user > 1:
-            raise ValueError(
-                f"max_examples_per_user={self.max_examples_per_user} is for examples that are clipped one by one, "
-                "but with unit='user' all examples of a user are clipped together: leave it out"
-            )
-        if self.secure_noise and (not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1):
+
+    def _check_discrete(self) -> None:
+        if not self.scheme.prices_discrete_noise or self.max_examples_per_user > 1:
             without = " or ".join(repr(s) for s in SAMPLINGS if not SCHEMES[s].prices_discrete_noise)
             raise PrivacyError(
                 f"no ε is known for discrete noise with sampling={without} or several examples of a user: use "
                 "sampling='poisson' or 'shuffle', or train without secure_noise"
             )
-        if self.secure_noise and self.truncated_batch_size is not None:
+        if self.truncated_batch_size is not None:
             raise PrivacyError(
                 f"truncated_batch_size={self.truncated_batch_size} has no known ε with discrete noise: only PLD knows "
                 "truncated batches, and only Rényi DP knows discrete noise. Leave truncated_batch_size out, or train "

@@ -19,13 +19,7 @@ def uncovered_statistics(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
     layers = list(model._flatten_layers())
     inner = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}  # of TextVectorization
     layers = [layer for layer in layers if id(layer) not in inner]
-    plain = [layer for layer in layers if not hasattr(layer, "ledger") and _learned(layer)]
-    if plain:
-        kinds = " or ".join(dict.fromkeys(f"tfdpfl.preprocessing.{_kind(layer)}" for layer in plain))
-        yield (
-            f"ε does not cover the statistics of {_names(plain)}: they count as public. If adapt learned them from "
-            f"private data, use {kinds} instead."
-        )
+    yield from _learned_in_public([layer for layer in layers if not hasattr(layer, "ledger") and _learned(layer)])
     private = [layer for layer in layers if isinstance(getattr(layer, "ledger", None), PrivacyLedger)]
     learned = PrivacyLedger()
     for other in {id(layer.ledger): layer.ledger for layer in private}.values():
@@ -34,6 +28,15 @@ def uncovered_statistics(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
         yield (
             f"ε does not include all that the adapt of {_names(private)} cost. Adapt these layers with one ledger, and "
             "pass it to PrivacyBudget as ledger=."
+        )
+
+
+def _learned_in_public(layers: list[Layer]) -> Iterator[str]:
+    if layers:
+        kinds = " or ".join(dict.fromkeys(f"tfdpfl.preprocessing.{_kind(layer)}" for layer in layers))
+        yield (
+            f"ε does not cover the statistics of {_names(layers)}: they count as public. If adapt learned them from "
+            f"private data, use {kinds} instead."
         )
 
 

@@ -131,20 +131,25 @@ class Keras2Adapter:
             if (t.graph, t.name) in seen or t.name in self._dp_released.get(t.graph, ()):
                 continue
             seen.add((t.graph, t.name))
-            if t.op.inputs:
-                if not (t.op.type == "ReadVariableOp" and t.shape.rank == 0):
-                    todo.extend(t.op.inputs)
-                if not _calls_are_data_free(t.op):
-                    return False
-            elif t.op.type.startswith("Placeholder"):
-                outer = graph_tools.captured(t)
-                if isinstance(getattr(outer, "graph", None), tf.Graph):
-                    todo.append(outer)
-                elif outer is None or not (id(outer) in public or (outer.dtype != tf.resource and not outer.shape)):
-                    return False
-            elif not _is_data_free(t.op):
+            before = _follows_from(t, public)
+            if before is None:
                 return False
+            todo.extend(before)
         return True
+
+
+def _follows_from(t: tf.Tensor, public: set[int]) -> list[tf.Tensor] | None:
+    """Returns what decides whether a tensor holds data; None if it may hold some itself."""
+    if t.op.inputs:
+        scalar = t.op.type == "ReadVariableOp" and t.shape.rank == 0
+        return None if not _calls_are_data_free(t.op) else [] if scalar else list(t.op.inputs)
+    if not t.op.type.startswith("Placeholder"):
+        return [] if _is_data_free(t.op) else None
+    outer = graph_tools.captured(t)
+    if isinstance(getattr(outer, "graph", None), tf.Graph):
+        return [outer]
+    known = outer is not None and (id(outer) in public or (outer.dtype != tf.resource and not outer.shape))
+    return [] if known else None
 
 
 def _tensors(gradients: Iterable) -> list:

@@ -147,19 +147,20 @@ def undivided(loss: tf.Tensor) -> tf.Tensor:
 def _is_divided(t: tf.Tensor, count: int) -> bool:
     """Returns whether all that is added up in it was multiplied by 1 / count."""
     kind, inputs = t.op.type, list(t.op.inputs)
-    if kind in ("Identity", "Cast", "Squeeze", "Reshape"):
-        return _is_divided(inputs[0], count)
-    if kind == "Sum" and inputs[0].op.type == "Pack":  # as Keras 3 adds up losses
+    of_pack = kind == "Sum" and inputs[0].op.type == "Pack"  # as Keras 3 adds up losses
+    if of_pack or kind in ("Identity", "Cast", "Squeeze", "Reshape"):
         return _is_divided(inputs[0], count)
     if kind in ("AddV2", "AddN", "Pack"):
         return all(_constant(x) == 0 or _is_divided(x, count) for x in inputs)
     if kind in ("RealDiv", "DivNoNan"):  # tf.nn.compute_average_loss: by how many examples all replicas have
         return is_average(t) or _is_of_all(inputs[1], count) or _is_divided(inputs[0], count)
-    if kind == "Mul":
-        known = [_constant(x) for x in inputs]
-        close = [k is not None and bool(np.isclose(k, 1 / count, rtol=1e-2)) for k in known]
-        return any(close) or any(k is None and _is_divided(x, count) for k, x in zip(known, inputs, strict=True))
-    return False
+    return kind == "Mul" and any(_is_share(x, count) for x in inputs)
+
+
+def _is_share(factor: tf.Tensor, count: int) -> bool:
+    """Returns whether a factor is 1 / count, or was multiplied by it."""
+    known = _constant(factor)
+    return _is_divided(factor, count) if known is None else bool(np.isclose(known, 1 / count, rtol=1e-2))
 
 
 def _is_of_all(size: tf.Tensor, count: int) -> bool:
