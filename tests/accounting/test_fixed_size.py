@@ -10,7 +10,7 @@ from accounting_cases import DATA, RUN, gaussian_epsilon
 from scipy import optimize
 from scipy.stats import norm
 
-from tfdpfl.accounting import PrivacyLedger, compute_epsilon, fixed_size, privacy_report
+from tfdpfl.accounting import PrivacyLedger, compute_epsilon, fixed_size, price, privacy_report
 
 
 def test_a_fixed_size_subset_of_everyone_is_a_gaussian_of_sensitivity_two():
@@ -81,3 +81,10 @@ def test_one_draw_of_a_fixed_size_loses_no_less_than_any_two_data_sets_show():
         back = found._pmf_add.get_delta_for_epsilon(epsilon)
         assert back == pytest.approx(hockey_stick((0, 1 / z), (1 / z, 1 / z), k / n, epsilon), rel=0.01, abs=1e-9)
         assert max(shown[1::2]) <= back * (1 + 1e-6) + 1e-12
+
+
+def test_renyi_dp_prices_a_blanked_member_no_lower_than_its_privacy_losses():
+    drawn = dp_accounting.dp_event.SampledWithoutReplacementDpEvent(1000, 10, dp_accounting.GaussianDpEvent(1.0))
+    event = dp_accounting.SelfComposedDpEvent(drawn, 200)
+    losses, renyi = (price(event, 1e-5, accountant, "zero_out") for accountant in ("pld", "rdp"))
+    assert (losses.accountant, renyi.accountant) == ("pld", "rdp") and renyi.epsilon >= losses.epsilon

@@ -455,6 +455,12 @@ def test_losses_below_the_resolution_of_a_float_still_add_up(sigma, accountant):
     assert compute_epsilon(**run, accountant=accountant) >= truth
 
 
+def test_divergences_that_a_float_rounds_to_nothing_still_add_up():
+    """Each of 10^15 steps has one of 5e-19 at order 1, and dp-accounting's own sum is 0."""
+    run = dict(num_examples=10, batch_size=1, noise_multiplier=1e8, num_steps=10**15, delta=1e-5)
+    assert compute_epsilon(**run, accountant="rdp") >= gaussian_epsilon(1e8 / (0.1 * math.sqrt(1e15)), 1e-5)
+
+
 def test_noise_whose_square_is_no_float_is_priced():
     for accountant in ("pld", "rdp"):
         run = dict(num_examples=100, batch_size=1, noise_multiplier=1e-300, num_steps=1, delta=1e-6)
