@@ -273,15 +273,15 @@ def _slices(slices: Arrays, sides: Arrays, scores: list[np.ndarray]) -> dict[str
     for name, ids in slices.items():
         if not isinstance(ids, tuple | list) or len(ids) != 2 or ids[0] is None:
             raise ValueError(f"slices[{name!r}] must be a pair: the ids of members, and of non-members or None")
-        inside, outside = np.asarray(ids[0]), None if ids[1] is None else np.asarray(ids[1])
-        for who, of, score in (("members", inside, scores[0]), ("non-members", outside, scores[1])):
-            if of is not None and of.shape != score.shape:
+        known = [np.asarray(part) for part in ids if part is not None]
+        for who, of, score in zip(("members", "non-members"), known, scores, strict=False):
+            if of.shape != score.shape:
                 raise ValueError(
                     f"slices[{name!r}] must have an id for each of the {len(score)} {who}, got shape {list(of.shape)}"
                 )
-        for value in np.unique(inside if outside is None else np.concatenate([inside, outside])):
-            others = scores[1] if outside is None else scores[1][outside == value]
-            found[f"{name} {value}"] = [scores[0][inside == value], others]
+        for value in np.unique(np.concatenate(known)):
+            parts = [score[of == value] for of, score in zip(known, scores, strict=False)]
+            found[f"{name} {value}"] = parts if ids[1] is not None else [*parts, scores[1]]
     return found
 
 
