@@ -214,9 +214,9 @@ class BoundedParticipationSampler(_Sampler):
         self._count[cohort] += 1
         self._next[cohort] = round_num + self.min_separation
 
-    def _present(self, round_num: int) -> np.ndarray | None:
-        """A mask of the clients that are there; None for all."""
-        return None
+    def _present(self, round_num: int) -> np.ndarray:
+        """A mask of the clients that are there."""
+        return np.ones(len(self.client_ids), bool)
 
     def _draw(self, round_num, rng):
         if round_num not in self._drawn:
@@ -229,8 +229,7 @@ class BoundedParticipationSampler(_Sampler):
             free = self._next <= round_num
             if self.max_participations is not None:
                 free &= self._count < self.max_participations
-            present = self._present(round_num)
-            free = np.flatnonzero(free if present is None else free & present)
+            free = np.flatnonzero(free & self._present(round_num))
             cohort = rng.choice(free, min(self.clients_per_round, len(free)), replace=False)
             self._take(round_num, [int(i) for i in cohort])
         return self._drawn[round_num]

@@ -95,7 +95,7 @@ class MultiStageTraining(LabelMechanism):
                     f"fractions={self.fractions!r} must be {self.num_stages} numbers above 0 that sum to one: "
                     "leave it out for even stages"
                 )
-        self._mechanism(self.prior)  # refuses the prior that does not fit
+        RandomizedResponseWithPrior(self.epsilon, self.prior)  # refuses the prior that does not fit
 
     def fit(self, X: Arrays, y: Arrays, **fit_arguments: object) -> MultiStageTraining:
         """Releases the labels and trains.
@@ -120,7 +120,8 @@ class MultiStageTraining(LabelMechanism):
         self._spend_on_release(*self._cost())  # once: no label is in two stages
         for stage in range(self.num_stages):
             here = self.stage_ == stage
-            mechanism = self._mechanism(prior, seeded=stage)
+            seed = None if self.seed is None else int(self._uniforms()(1)[0] * 2**53)
+            mechanism = RandomizedResponseWithPrior(self.epsilon, prior, len(self.classes_), seed)
             noisy[here] = mechanism.fit_transform(X[here], codes[here])
             self.mechanisms_.append(mechanism)
             released = self.stage_ <= stage
@@ -174,15 +175,8 @@ class MultiStageTraining(LabelMechanism):
         """Accuracy."""
         return float(np.mean(self.predict(X) == _labels.read(y)[0]))
 
-    def _mechanism(self, prior: Prior, seeded: int | None = None) -> RandomizedResponseWithPrior:
-        size = len(self.classes_) if seeded is not None else None
-        seed = None
-        if seeded is not None and self.seed is not None:
-            seed = int(self._uniforms()(1)[0] * 2**53)
-        return RandomizedResponseWithPrior(self.epsilon, prior, num_classes=size, seed=seed)
-
     def _cost(self) -> list[tuple[float, int]]:
-        first = self._mechanism(self.prior)._cost()
+        first = RandomizedResponseWithPrior(self.epsilon, self.prior)._cost()
         # A label is in one stage. In the first one the prior pays a part; in a later one its release is all of ε at
         # once, which composes worse.
         return first if self.num_stages == 1 else [(float(self.epsilon), 2)]
