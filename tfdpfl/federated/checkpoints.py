@@ -249,17 +249,16 @@ def runs(
       next_: one more that is to be counted.
     """
     found = {}
+    more = [] if next_ is None else [next_]
     for guarantee in guarantees:
         assert participation is not None
         declared, again = participation, list[int]()
         if isinstance(guarantee, _NOISED_BY_SERVER):
-            known = [*begun] if next_ is None else [*begun, next_]
-            rows, again = _shown(known, rounds + (next_ is not None))
+            rows, again = _shown([*begun, *more], rounds + len(more))
+        elif len(begun) > rounds:
+            declared, rows = participation.unlimited(), [*begun, *more]  # rounds that were sent twice keep to no limit
         else:
-            if len(begun) > rounds:
-                declared = participation.unlimited()  # rounds that were sent twice keep to no limit
-            rows = completed(begun, rounds) if len(begun) <= rounds else [*begun]
-            rows = rows if next_ is None else [*rows, next_]
+            rows = [*completed(begun, rounds), *more]
         run = RoundsRun(
             rounds=len(rows),
             again=again,

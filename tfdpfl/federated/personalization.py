@@ -52,8 +52,8 @@ def evaluate_personalized(
     improve = models.optimizer("client_optimizer_fn", client_optimizer_fn, models.CLIENT_RATES)
     model = models.variable_model_fn(model_fn, loss, input_spec, metrics_fn)()
     own = tff.learning.models.ModelWeights.from_model(model)
-    pairs = list(zip(_leaves(own), _leaves(weights), strict=False))
-    if len(_leaves(own)) != len(_leaves(weights)) or any(a.shape != b.shape for a, b in pairs):
+    variables, values = _leaves(own), _leaves(weights)
+    if [v.shape for v in variables] != [v.shape for v in values]:
         raise ValueError("weights are not those of model_fn's model. Give process.get_model_weights(state).")
     trained_on, tested_on = clients_of(client_data)[0], clients_of(test_data, "test_data")[0]
 
@@ -79,8 +79,8 @@ def evaluate_personalized(
 
     found = {}
     for client, dataset in trained_on.items():
-        for mine, given in pairs:
-            mine.assign(given)
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
         before = measured(client)
         state = tf.nest.map_structure(tf.convert_to_tensor, models.begin(improve, own.trainable))
         for _ in range(num_epochs):

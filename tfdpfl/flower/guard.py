@@ -193,14 +193,15 @@ class Guard:
         wait = self._policy.answer_after
         while True:
             found = {r.metadata.reply_to_message_id: r for r in state.get_messages_legacy(is_reply=True)}
-            if wait is None and found:
-                return [*found.items()]
             self._early.update(found)
-            late = [] if wait is None else [m for m, (_, _, at) in self._asked.items() if time.monotonic() >= at + wait]
-            if late:
+            if wait is None:
+                due = [*self._early]
+            else:
+                due = [message_id for message_id, (_, _, at) in self._asked.items() if time.monotonic() >= at + wait]
+            if due:
                 early, self._early = self._early, {}
-                return [(message_id, early.get(message_id)) for message_id in late]
-            time.sleep(0.5 if wait is None else min(0.5, wait))
+                return [(message_id, early.get(message_id)) for message_id in due]
+            time.sleep(min(0.5, wait or 0.5))
 
     def answer(self, message_id: str, reply: Message | None, object_store: ObjectStore) -> Message | None:
         """Returns what leaves in place of the app's reply; None where nothing was asked."""

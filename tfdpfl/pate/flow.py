@@ -87,8 +87,8 @@ class PATEReport:
             f"  {self.sanitized}",
         ]
         if self.budget is not None:
-            which = f"data-dependent; the number of queries is then {WARNING}" if self.budget_data_dependent else ""
-            lines.append(f"  budget: {self.budget:g}{f' ({which})' if which else ''}")
+            which = f" (data-dependent; the number of queries is then {WARNING})" if self.budget_data_dependent else ""
+            lines.append(f"  budget: {self.budget:g}{which}")
         if self.vote_accuracy is not None:
             lines.append(f"  plurality of the votes right: {self.vote_accuracy:.2%} ({WARNING})")
         if self.label_accuracy is not None:

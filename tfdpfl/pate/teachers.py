@@ -122,10 +122,10 @@ class TeacherEnsemble:
         """
         first = self.model_fn()
         X = _examples.as_inputs(X, inputs_of(first))
-        classes, columns = _examples.as_classes(y, _examples.size(X))
+        examples = _examples.size(X)
+        classes, columns = _examples.as_classes(y, examples)
         self._check_callbacks(callbacks)
         rng = np.random.default_rng(self.seed)
-        examples = _examples.size(X)
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
         self._zero = _examples.zeros_like(_examples.rows(X, slice(0, 1)))
         self._template = first = compiled(lambda: first, "model_fn", self._zero)
