@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 
 from tfdpfl import _formats
 from tfdpfl._chain import Chain
-from tfdpfl.federated.checkpoints import VERSION, Record
+from tfdpfl.federated.checkpoints import VERSION, Record, Round, runs
 from tfdpfl.federated.guarantees import ClientLevel, DistributedLevel, ExampleLevel, LocalLevel, TreeLevel
 from tfdpfl.federated.privacy import Participation, RoundsRun
 from tfdpfl.flower.journal import Journal
@@ -81,6 +81,19 @@ def test_rounds_that_were_lost_count_once_more_where_clients_add_the_noise(tmp_p
     assert complete and spent["local"] == pytest.approx(cost(gaussian(3, 1.5), adjacency="replace_one"))
     assert spent["client"] == pytest.approx(cost(poisson(3)))
     assert '"repeated": 1' in run("inspect", tmp_path / "a", "--json")
+
+
+def test_a_round_that_clients_sent_twice_keeps_to_no_limit_of_theirs():
+    begun = [Round(number, cohort) for number, cohort in enumerate(COHORTS)]
+    local, server = LocalLevel(noise_multiplier=1.5), CLIENT
+    once = runs([local], LIMITED, begun, 4)["local"][1]
+    assert once.participation == LIMITED and once.cohorts == COHORTS
+    found = runs([local, server], LIMITED, [*begun, begun[3]], 4)
+    assert found["local"][1].participation == LIMITED.unlimited()
+    assert found["local"][1].cohorts == [*COHORTS, COHORTS[3]]
+    assert found["client"][1].participation == LIMITED and found["client"][1].cohorts == COHORTS
+    to_come = runs([local, server], LIMITED, begun, 4, Round(4, ["d"]))
+    assert [run.cohorts for _, run in to_come.values()] == [[*COHORTS, ["d"]]] * 2
 
 
 def test_the_client_with_the_most_steps_at_the_highest_rate_has_the_epsilon_of_examples(tmp_path):
