@@ -419,6 +419,7 @@ LOSSES = {
     "over the mean of each": lambda v, x: tf.reduce_sum(v / tf.reduce_mean(v)),
     "mean over each": lambda v, x: tf.reduce_sum(tf.reduce_mean(v) / (1.0 + v)),
     "mean where a loss is small": lambda v, x: tf.reduce_sum(tf.where(v > 0.1, v, tf.reduce_mean(v))),
+    "mean where it is not zero": lambda v, x: tf.where(tf.cast(tf.reduce_mean(v), tf.bool), tf.reduce_mean(v), 0.0),
     "mean below each": lambda v, x: tf.reduce_sum(v * tf.cast(tf.reduce_mean(v) < v, v.dtype)),
     "clipped mean": lambda v, x: tf.clip_by_value(tf.reduce_mean(v), 0.0, 1.0),
 }  # fmt: skip

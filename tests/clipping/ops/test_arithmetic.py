@@ -1,10 +1,13 @@
 """Weights in sums, products and quotients: clipped sums are those of the examples one by one."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import clipped_sums, normal, per_example_gradients
 from layer_cases import check_layers, layers_of, of_weights, sequence, vector
 from mixing_cases import check_refused_or_apart, d, n, nf, norms
 
+from tfdpfl.clipping import clipped_gradients
 from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import UNKNOWN
 
@@ -38,6 +41,31 @@ def test_a_length_is_known_through_arithmetic(shape):
 )
 def test_a_quotient_that_is_rounded_is_no_length_of_a_batch(half):
     check_refused_or_apart(lambda x: tf.reduce_sum(tf.reshape(d(x), [half(x), -1]) ** 3, -1) ** 2)
+
+
+ENDS = {
+    "difference": (lambda v, u, r: tf.reduce_mean(v) - tf.reduce_mean(u), lambda v, u: v - u, 0.0),
+    "less a regularizer": (lambda v, u, r: 3.0 * (tf.reduce_mean(v) - r), lambda v, u: 3.0 * v, -3.0),
+    "a regularizer, less": (lambda v, u, r: (r - tf.reduce_mean(v)) / 2.0, lambda v, u: -v / 2.0, 0.5),
+    "negative": (lambda v, u, r: -(tf.reduce_mean(v) + r), lambda v, u: -v, -1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "own", "scale"), ENDS.values(), ids=ENDS)
+def test_the_end_of_a_loss_is_taken_apart(loss, own, scale):
+    """Each example's own loss is clipped, and a regularizer has its gradient beside that."""
+    w, x = tf.Variable(normal(4, 3)), tf.constant(normal(5, 4, seed=1))
+    of_each = lambda x: (tf.reduce_sum(tf.tanh(x @ w), 1), tf.reduce_sum(tf.sin(x @ w) ** 2, 1))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x):
+        r = clipped_gradients(loss(*of_each(x), tf.reduce_sum(w**2)), [w], 0.5)
+        return r.sum[0], tf.zeros_like(w) if r.regularization[0] is None else r.regularization[0]
+
+    want = clipped_sums(per_example_gradients(lambda x: own(*of_each(x)), x, [w]), 0.5)
+    total, apart = step(x)
+    np.testing.assert_allclose(total, want[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(apart, scale * 2 * w.numpy(), rtol=1e-6)
 
 
 INT, FLOAT = tf.int32, tf.float32
