@@ -47,6 +47,7 @@ ENDS = {
     "difference": (lambda v, u, r: tf.reduce_mean(v) - tf.reduce_mean(u), lambda v, u: v - u, 0.0),
     "less a regularizer": (lambda v, u, r: 3.0 * (tf.reduce_mean(v) - r), lambda v, u: 3.0 * v, -3.0),
     "a regularizer, less": (lambda v, u, r: (r - tf.reduce_mean(v)) / 2.0, lambda v, u: -v / 2.0, 0.5),
+    "a regularizer in each": (lambda v, u, r: tf.reduce_mean(v + r), lambda v, u: v, 1.0),
     "negative": (lambda v, u, r: -(tf.reduce_mean(v) + r), lambda v, u: -v, -1.0),
 }  # fmt: skip
 
