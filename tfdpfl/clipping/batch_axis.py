@@ -123,6 +123,17 @@ class BatchAxis:
         caller = self.handed_in.get(key(t))
         return caller[0].constant(caller[1]) if caller else None
 
+    def takes_weights(self, op: tf.Operation) -> bool:
+        return any(weighs(self[t]) for t in op.inputs)
+
+    def uses_weights(self, op: tf.Operation) -> bool:
+        """Whether the op makes something of each example with weights."""
+        return self.takes_weights(op) and has_examples(self[t] for t in op.outputs)
+
+    def differentiable(self, op: tf.Operation) -> list[tf.Tensor]:
+        """The outputs of the op that hold examples and have gradients."""
+        return [t for t in op.outputs if t.dtype.is_floating and isinstance(self[t], Batch)]
+
     def declare_state(self, t: tf.Tensor, state: State) -> None:
         """Sets the state of a tensor that was made, or is known, otherwise than by what the graph shows."""
         self.ops[t.op.name] = t.op

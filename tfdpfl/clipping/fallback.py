@@ -15,7 +15,7 @@ from tfdpfl.clipping.gradients import MaterializedGradient, Units, examples_firs
 from tfdpfl.clipping.graph import is_call, key, within
 from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.registry import look_up
-from tfdpfl.clipping.states import Batch, Size, weighs
+from tfdpfl.clipping.states import Batch, Size
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
@@ -44,7 +44,7 @@ class Replay:
         self.dtypes = {op.name: [t.dtype for t in op.outputs] for op in ops}
         self.fed = {op.name: list(op.inputs) for op in ops}
         self.inputs = list({key(t): t for op in ops for t in op.inputs if key(t) not in made}.values())
-        self.outputs = [t for op in ops for t in op.outputs if t.dtype.is_floating and isinstance(analysis[t], Batch)]
+        self.outputs = [t for op in ops for t in analysis.differentiable(op)]
 
     def _check_repeatable(self) -> None:
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
@@ -128,7 +128,7 @@ class Replay:
 
 def _nests(op: tf.Operation, a: BatchAxis, looping: bool = False) -> bool:
     """Whether a loop or branch with weights is inside of a loop or branch."""
-    if not look_up(op).runs or not any(weighs(a[t]) for t in op.inputs):
+    if not look_up(op).runs or not a.takes_weights(op):
         return False
     flows = not is_call(op)
     if flows and looping:

@@ -31,7 +31,7 @@ from tfdpfl.clipping.graph import (
     key,
 )
 from tfdpfl.clipping.registry import look_up
-from tfdpfl.clipping.states import Batch, Mixed, Public, has_examples, weighs
+from tfdpfl.clipping.states import Batch, Mixed, Public
 from tfdpfl.clipping.variable_writes import check_unwritten, side_effects
 from tfdpfl.errors import PrivacyError
 
@@ -193,9 +193,9 @@ class InlinedControlFlow:
 
     @staticmethod
     def _to_open(op: tf.Operation, a: BatchAxis) -> bool:
-        if not (is_loop(op) or is_call(op)) or not any(weighs(a[t]) for t in op.inputs):
+        if not (is_loop(op) or is_call(op)) or not a.uses_weights(op):
             return False
-        return has_examples(a[t] for t in op.outputs) and not ((inner := inner_call(op)) and look_up(inner[0]).rule)
+        return not ((inner := inner_call(op)) and look_up(inner[0]).rule)
 
     def _opened(self, op: tf.Operation, a: BatchAxis, now: dict, taken: set) -> list[tf.Tensor | None]:
         """What stands for the op's outputs; None for those that nothing asks for (`_taken`)."""
@@ -469,7 +469,7 @@ def _outside(t: tf.Tensor, outside: dict, body: tf.Graph) -> tf.Tensor:
 
 def _uses(op: tf.Operation, a: BatchAxis) -> bool:
     """Whether an op of a loop's body uses a weight on examples."""
-    if not any(weighs(a[t]) for t in op.inputs) or not has_examples(a[t] for t in op.outputs):
+    if not a.uses_weights(op):
         return False
     plain = [s for s in (a[t] for t in [*op.inputs, *op.outputs]) if isinstance(s, Batch)]
     if (

@@ -78,7 +78,7 @@ class WeightUses:
                 with_lists.append(op)
             elif found := self._ruled(op, at):
                 ruled += found
-            elif at and self._outputs(op):
+            elif at and self._a.differentiable(op):
                 replays.append(self._replay([op]))
             elif at and any(t.dtype.is_complex and isinstance(self._a[t], Batch) for t in op.outputs):
                 raise PrivacyError(
@@ -86,14 +86,14 @@ class WeightUses:
                     "with real and imaginary parts: (a + bi)(c + di) = (ac - bd) + (ad + bc)i."
                 )
         for ops in clusters(with_lists):
-            if any(weighs(self._a[t]) for op in ops for t in op.inputs):
+            if any(map(self._a.takes_weights, ops)):
                 replays.append(self._replay(ops))
         return ruled, replays
 
     def _differentiate(self, losses: tf.Tensor, ruled: list[_RuledUse], replays: list[Replay]) -> Gradients:
         """One backward pass, to the outputs of all uses."""
         wanted = {key(loop.probe): loop.probe for loop in self._opened.turns}
-        wanted |= {key(t): t for use in ruled for t in self._outputs(use.op)}
+        wanted |= {key(t): t for use in ruled for t in self._a.differentiable(use.op)}
         wanted |= {key(t): t for replay in replays for t in replay.outputs}
         found = tf.gradients([losses], list(wanted.values())) if wanted else []
         return {at: tf.convert_to_tensor(g) for at, g in zip(wanted, found, strict=True) if g is not None}
@@ -116,7 +116,7 @@ class WeightUses:
 
     def _apply_rule(self, use: _RuledUse, gradients: Gradients, units: Units, sizes: PerExampleLoss) -> list[Part]:
         a, op = self._a, use.op
-        (out,) = self._outputs(op)
+        (out,) = self._a.differentiable(op)
         g, of_out = gradients.get(key(out)), a[out]
         if g is None:
             return []
@@ -157,16 +157,12 @@ class WeightUses:
     def _weights_of(self, op: tf.Operation) -> list[int]:
         return [i for i, t in enumerate(op.inputs) if weighs(self._a[t]) and _has_gradient(t)]
 
-    def _outputs(self, op: tf.Operation) -> list[tf.Tensor]:
-        """The outputs whose gradient the op's use of a weight depends on."""
-        return [t for t in op.outputs if isinstance(self._a[t], Batch) and t.dtype.is_floating]
-
     def _ruled(self, op: tf.Operation, at: list[int]) -> list[_RuledUse]:
         """The op's uses of weights, if there is a rule for them."""
         if not at:
             return []
         kind, feeds = inner_call(op) or (op, list(range(len(op.inputs))))
-        known = look_up(kind).rule and len(self._outputs(op)) == 1 and all(feeds.count(i) == 1 for i in at)
+        known = look_up(kind).rule and len(self._a.differentiable(op)) == 1 and all(feeds.count(i) == 1 for i in at)
         return [_RuledUse(op, i, kind, feeds) for i in at] if known else []
 
     def _replay(self, ops: list[tf.Operation], at: list[int] | None = None) -> Replay:
