@@ -1,5 +1,5 @@
-"""Questions about rows that families of ops share: whether a tensor without examples is the same for all of them, and
-what becomes of several tensors whose rows are put together."""
+"""Questions about rows that families of ops share: whether a tensor without examples is the same for all of them, what
+becomes of several tensors whose rows are put together, and which lengths follow the batch size."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import tensorflow as tf
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.states import (
     BY_POSITION,
+    UNKNOWN,
     Batch,
     Entry,
+    Handle,
+    Items,
     Mixed,
     Public,
     Size,
@@ -22,7 +25,19 @@ from tfdpfl.clipping.states import (
     mixed,
 )
 
-__all__ = ["axis_in", "differing", "laid_along", "row_free", "rowwise", "shaped", "together", "with_rows"]
+__all__ = [
+    "axis_in",
+    "differing",
+    "even",
+    "laid_along",
+    "of_blocks",
+    "row_free",
+    "rowwise",
+    "shape_entries",
+    "shaped",
+    "together",
+    "with_rows",
+]
 
 
 def row_free(t: tf.Tensor, state: Public | Size, axis: int) -> bool:
@@ -99,3 +114,26 @@ def laid_along(op, x, entries):
             return filled
         return mixed(op, BY_POSITION)
     return filled
+
+
+def shape_entries(t: tf.Tensor, state: State) -> tuple[Entry, ...]:
+    if t.shape.rank is None:
+        return (UNKNOWN,)
+    if isinstance(state, Mixed | Items | Handle):
+        return tuple((d, 0) if d is not None else UNKNOWN for d in t.shape)
+    entries = [(d, 0) if d is not None or not isinstance(state, Size) else UNKNOWN for d in t.shape]
+    if isinstance(state, Batch) and t.shape[state.axis] is None:
+        entries[state.axis] = (of_blocks(state), 1)
+    return tuple(entries)
+
+
+def of_blocks(state: Batch) -> int | None:
+    """How long the batch's axis is, by the batch size."""
+    return None if state.rows is None else state.rows * state.blocks
+
+
+def even(op, entries, axis) -> Mixed | None:
+    """Refuses lengths that vary with the batch size, along other axes than the batch's."""
+    if any(p != 0 for i, (_, p) in enumerate(entries) if i != axis):
+        return mixed(op, "makes an example's result depend on the batch size")
+    return None

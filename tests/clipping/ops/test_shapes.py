@@ -1,11 +1,9 @@
 """Weights that are broadcast, tiled or moved along axes: clipped sums are those of the examples one by one."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import K, L, check_model, check_models
 from layer_cases import Custom, check_layers, layers_of, of_weights, sequence, stack, tanh
-from loss_cases import X, agrees, refused
 
 CUSTOM = {
     "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
@@ -62,46 +60,3 @@ def test_queries_that_every_example_gets_agree():
     queries = Custom(lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (len(sequence), 4))
     x = K.Input((5, 4))
     check_model(K.Model(x, L.Flatten()(attend(queries(x), tanh(4)(x)))), sequence, batch=len(sequence))
-
-
-@pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
-@pytest.mark.one_stack
-def test_the_gradient_of_a_slice_is_exact(cut):
-    def loss(w, x):
-        x = tf.convert_to_tensor(x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.tanh(x @ w)[cut] ** 2
-        return tf.reduce_mean(tape.gradient(y, x) ** 2)
-
-    agrees(loss, X, rtol=2e-5, static=True)
-
-
-@pytest.mark.parametrize("cut", [np.s_[1:], np.s_[::-1], np.s_[:2], np.s_[0], np.s_[None, 1:]])
-@pytest.mark.one_stack
-def test_the_gradient_of_a_slice_of_examples_is_refused(cut):
-    def loss(w, x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.tanh(x @ w)[cut] ** 2
-        return tf.reduce_mean(tape.gradient(y, x) ** 2)
-
-    refused(loss, X, match="takes some examples|by its position|not known to follow the batch size", static=True)
-
-
-@pytest.mark.parametrize("rows, stride, match", [
-    (lambda n: n, -1, "takes some examples"), (lambda n: 2 * n, 1, "not known to follow the batch size"),
-    (lambda n: 5, 1, "not known to follow the batch size"),
-])  # fmt: skip
-def test_a_slices_gradient_in_other_rows_than_the_examples_is_refused(rows, stride, match):
-    """Turned round, among more rows than there are, or in as many as one batch has."""
-
-    def loss(w, x):
-        y = tf.tanh(x @ w)
-        put = tf.raw_ops.StridedSliceGrad(
-            shape=tf.stack([rows(tf.shape(y)[0]), 6]), begin=[0], end=[0], strides=[stride], dy=y, begin_mask=1,
-            end_mask=1,
-        )  # fmt: skip
-        return tf.reduce_mean(y**2) + tf.reduce_mean(put**2)
-
-    refused(loss, X, match=f"StridedSliceGrad.*{match}")

@@ -26,10 +26,9 @@ from tfdpfl.clipping.gradients import (
 from tfdpfl.clipping.graph import compiled, constant
 from tfdpfl.clipping.kernel_ops import find_obstacle
 from tfdpfl.clipping.native import Filters
-from tfdpfl.clipping.ops.shapes import even, shape_entries
 from tfdpfl.clipping.ops.windows import Window, places_of
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
-from tfdpfl.clipping.rows import row_free
+from tfdpfl.clipping.rows import even, row_free, shape_entries
 from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
 
 __all__: list[str] = []
