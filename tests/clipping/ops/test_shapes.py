@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 from helpers import K, L, check_model, check_models
 from layer_cases import Custom, check_layers, layers_of, of_weights, sequence, stack, tanh
+from mixing_cases import check_told, d, n, total
 
 CUSTOM = {
     "time major": (sequence, lambda x, w: tf.transpose(tf.tanh(tf.transpose(x, [1, 0, 2]) @ w), [1, 0, 2]), [(4, 3)]),
@@ -60,3 +61,9 @@ def test_queries_that_every_example_gets_agree():
     queries = Custom(lambda x, w: tf.tile(w[None], [tf.shape(x)[0], 1, 1]), (len(sequence), 4))
     x = K.Input((5, 4))
     check_model(K.Model(x, L.Flatten()(attend(queries(x), tanh(4)(x)))), sequence, batch=len(sequence))
+
+
+def test_a_number_for_each_place_in_the_batch_is_refused():
+    check_told(
+        lambda x: total(d(x) * tf.reshape(tf.range(16.0), [n(x), 4])), "Reshape.*gives public values a batch axis"
+    )
