@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from loss_cases import X, agrees, refused
+from mixing_cases import TABLE, check_told, d, n, total
 
 
 @pytest.mark.parametrize("cut", [np.s_[:, 1:3], np.s_[..., 0], np.s_[:, None, 2], np.s_[:, ::2], np.s_[..., None, 1:]])
@@ -47,3 +48,7 @@ def test_a_slices_gradient_in_other_rows_than_the_examples_is_refused(rows, stri
         return tf.reduce_mean(y**2) + tf.reduce_mean(put**2)
 
     refused(loss, X, match=f"StridedSliceGrad.*{match}")
+
+
+def test_a_public_row_for_each_place_in_the_batch_is_refused():
+    check_told(lambda x: total(d(x) * TABLE[: n(x)]), "StridedSlice.*slices by the batch size")
