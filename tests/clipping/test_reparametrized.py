@@ -17,6 +17,7 @@ CUSTOM = {
     "softplus of a matrix": (sequence, lambda x, w: x @ tf.nn.softplus(w), [(4, 3)]),
     "low rank": (vector, lambda x, a, b: x @ (a @ b), [(4, 2), (2, 4)]),
     "weight standardisation": (image, standardised, [(3, 3, 3, 2)]),
+    "whole numbers of it": (vector, lambda x, w: x @ w + x @ tf.cast(tf.cast(w, tf.int32), tf.float32), [(4, 3)]),
     "part of a table": (vector, lambda x, w: x @ w[1:5], [(7, 3)]),
     "two parts of a table": (vector, lambda x, w: tf.tanh(x @ w[:4]) @ w[4:7], [(7, 3)]),
 }  # fmt: skip
