@@ -17,7 +17,8 @@ from tfdpfl._types import Arrays, Callback, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import DPOptimizer, _replicas, _step_table, stepped_on
+from tfdpfl.optimizers import DPOptimizer, _replicas, _step_table
+from tfdpfl.optimizers._past import stepped_on_model, weights_of
 
 __all__ = [
     "LEFT",
@@ -37,7 +38,6 @@ __all__ = [
     "running_models",
     "stepping",
     "steps_on",
-    "weights_of",
 ]
 
 Call: TypeAlias = dict[str, Any]  # the arguments of a call of fit
@@ -54,17 +54,9 @@ RELEASED: weakref.WeakKeyDictionary[Model, list[Callback]] = weakref.WeakKeyDict
 def stepping(model: Model) -> dict[int, Optimizer]:
     """The mechanisms that stepped on a model's weights, by id."""
     found: dict[int, Optimizer] = {}
-    for v in weights_of(model):
-        found |= stepped_on(v)
+    for stepped in stepped_on_model(model):
+        found |= stepped
     return found
-
-
-def weights_of(model: Model, kind: str = "weights") -> list[Model]:
-    """A model's weights; of one that Keras 2 has not built yet, those of its layers that are."""
-    try:
-        return list(getattr(model, kind))
-    except ValueError:
-        return [v for layer in model.layers for v in weights_of(layer, kind)]
 
 
 def steps_on(model: Model) -> int:

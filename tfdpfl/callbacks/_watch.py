@@ -12,7 +12,7 @@ from tfdpfl.callbacks._fits import Fit, executions_of, fit_arguments, length, ru
 from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling
-from tfdpfl.optimizers import DPOptimizer, _replicas
+from tfdpfl.optimizers import DPOptimizer, _past, _replicas
 
 __all__ = ["join"]
 
@@ -96,7 +96,12 @@ def trained_with(model: Model) -> DPOptimizer | None:
 def join(callbacks: Any) -> None:
     """Puts a `_Watch` among the callbacks of a `fit` that begins, if no other tells the optimizer of its batches."""
     models = running_models()
-    if not models or trained_with(models[0]) is None:
+    if not models:
+        return
+    optimizer = optimizer_of(models[0])
+    if isinstance(optimizer, DPOptimizer):
+        _past.take_in(optimizer._dp, [], models[0])
+    if trained_with(models[0]) is None:
         return
     if any(isinstance(callback, (PrivacyBudget, _Watch)) for callback in callbacks.callbacks):
         return

@@ -39,7 +39,6 @@ from tfdpfl.callbacks._fits import (
     running_models,
     stepping,
     steps_on,
-    weights_of,
 )
 from tfdpfl.callbacks._sampling import Sampling
 from tfdpfl.callbacks._uncovered import choices_by_public_figures, uncovered_choices, uncovered_statistics
@@ -47,7 +46,7 @@ from tfdpfl.clipping.models import saved_weights
 from tfdpfl.data import declared_sampling
 from tfdpfl.data.declared import notes_of
 from tfdpfl.errors import PrivacyError
-from tfdpfl.optimizers import _step_table, stepped_on
+from tfdpfl.optimizers import _past, _step_table
 from tfdpfl.optimizers._schedules import PiecewiseConstant
 
 __all__ = ["PrivacyBudget"]
@@ -276,7 +275,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self._spent.open.append(fit)
         self._fit = fit
         own = {id(optimizer._dp): optimizer._dp}
-        self._spent.stepped |= {id(d): d for d in [own, *map(stepped_on, weights_of(self.model))]}
+        self._spent.stepped |= {id(d): d for d in [own, *_past.stepped_on_model(self.model)]}
         self._spent.models.add(self.model)
         for other in RELEASED.get(self.model, ()):
             self.include(other)
@@ -562,7 +561,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             passes = number if fit.shuffled else fit.passes_in(number * fit.parts)
             steps = number * math.ceil(data["num_examples"] / data["batch_size"]) if fit.shuffled else number
             others = [other.ledger() for other in self._seen() if other is not dp]
-            own = dp.noise.segments.ledger(dp.rows(), steps, passes, fit.batches, fit.clips)
+            own = dp.noise.segments.ledger(dp.own_rows(), steps, passes, fit.batches, fit.clips)
             return self._priced(self._ledger_of([*others, own]))
 
         if self.target_epsilon is None:

@@ -29,7 +29,7 @@ from tfdpfl.clipping.refusals import EAGER
 from tfdpfl.clipping.step_checks import before_it_runs, raw_variable
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import Noise, Tree
-from tfdpfl.optimizers import _fit_hook, _replicas, _step_table
+from tfdpfl.optimizers import _fit_hook, _past, _replicas, _step_table
 from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._fused_adam import FusedAdam, updates_as_adam
 from tfdpfl.optimizers._noises import noise_of
@@ -203,6 +203,8 @@ class DPOptimizer:
     def build(self, variables):
         super().build(variables)
         self._dp.built_on = [weakref.ref(raw_variable(v)) for v in variables]
+        model = self._model_that_trains()
+        _past.note(self._dp, variables, model and model())
         segments = self._dp.noise.segments
         if segments is not None and segments.table is None:
             with tf.init_scope():
@@ -246,13 +248,11 @@ class DPOptimizer:
                 optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
 
         before_it_runs(loss.graph, ask)
-        self._steps_on(variables)
+        trains = model and model()
+        _past.note(self._dp, variables, trains)
+        if _replicas.number() == 1:
+            _past.take_in(self._dp, variables, trains)
         return private
-
-    def _steps_on(self, variables: Iterable[Variable]) -> None:
-        """Notes whose weights the steps of this optimizer move, so that they count if the model is compiled anew."""
-        for v in variables:
-            stepped_on(v)[id(self._dp)] = self._dp
 
     def _warn_of_class_weights(self, weights: Mapping[int, float] | None) -> None:
         """Weights are in the loss, and so before the clip. (How many examples exceed it is not known in public.)"""
@@ -292,6 +292,14 @@ class DPOptimizer:
                 if isinstance(model, self._dp_model) and optimizer_of(model) is self:
                     return weakref.ref(model)
         return None
+
+    def _built_on(self) -> list[Variable]:
+        return [v for v in (ref() for ref in self._dp.built_on) if v is not None]
+
+    def _take_in(self) -> None:
+        """Takes the steps of other optimizers on the same weights into the table, before it is saved."""
+        model = self._model_that_trains()
+        _past.take_in(self._dp, self._built_on(), model and model())
 
     # -- what a user may read --------------------------------------------------------------------------------
 
@@ -395,19 +403,25 @@ class DPOptimizer:
         if segments is not None:
             segments.check(_stored(self, store, segments.table))
         super().load_own_variables(store)  # type: ignore[misc]  # of the base
+        self._load_ledger(saved)
+        self._dp.drop_partial()  # its gradients are those of other weights
+        self._dp.counter.write_back(self._dp_ledger)
+
+    def _load_ledger(self, saved: np.ndarray | None) -> None:
         if saved is None or tuple(saved.shape) != tuple(self._dp_ledger.shape):
             warnings.warn(
                 "The file holds no ledger of a DP optimizer. The cost of its weights is not known, so no ε "
                 "includes it. If they were trained on private data, give PrivacyBudget that training's ledger=.",
-                stacklevel=2,
+                stacklevel=3,
             )
         else:
             self._dp_ledger.assign(saved)
-            self._steps_on(v for v in (ref() for ref in self._dp.built_on) if v is not None)
-        self._dp.drop_partial()  # its gradients are those of other weights
-        self._dp.counter.write_back(self._dp_ledger)
+            model = self._model_that_trains()  # any of whose weights may have been moved by some of the steps
+            loaded = self._built_on() if model is None else _past.weights_of(model())
+            _past.note(self._dp, loaded, model and model())
 
     def save_own_variables(self, store: Any) -> None:
+        self._take_in()
         self._dp.counter.write_back(self._dp_ledger)
         if self._dp.noise.segments is not None:
             self._dp.noise.segments.write_back()
@@ -427,20 +441,6 @@ def _stored(optimizer, store, variable):
     """Returns what a file holds for one of the optimizer's variables, or None."""
     place = _place(optimizer, variable)
     return store[place] if place in store.keys() else None  # noqa: SIM118
-
-
-_STEPPED_ON: dict[int, dict[int, GradientPrivatizer]] = {}  # by the id of a variable, which has no hash
-
-
-def stepped_on(variable: Variable) -> dict[int, GradientPrivatizer]:
-    """Returns the privatizers of the DP optimizers whose steps on a variable were traced in this process, or loaded
-    with it, by id. Other models may share it, and its own may have been compiled anew. Kept with the variable; later
-    ones come into the same dictionary. (Not the optimizers, which are as large as the model.)"""
-    variable = raw_variable(variable)
-    if id(variable) not in _STEPPED_ON:
-        _STEPPED_ON[id(variable)] = {}
-        weakref.finalize(variable, _STEPPED_ON.pop, id(variable), None)
-    return _STEPPED_ON[id(variable)]
 
 
 def _rebuild(base, config, rows, segments=None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import tensorflow as tf
 
@@ -83,3 +85,14 @@ class CorrelatedNoise(FreshNoise):
 
     def ledger(self, counted: np.ndarray) -> PrivacyLedger:
         return self.segments.ledger(counted)
+
+    def rows_for_others(self, counted: np.ndarray) -> np.ndarray:
+        """Returns one entry: as many steps of fresh noise, of which each example is in each, that cost as much."""
+        if not len(counted):
+            return counted
+        steps = int(counted[:, _step_table.STEPS].sum())
+        multiplier = self.segments.as_one_gaussian(counted) * math.sqrt(steps)
+        names = set(counted[:, _step_table.DATA])
+        data = names.pop() if len(names) == 1 else 0.0
+        origin = _step_table.number_of(repr(sorted(counted[:, [_step_table.ORIGIN, _step_table.STEPS]].tolist())))
+        return np.array([[origin, data, _step_table.UNKNOWN, 0, 0, 0, multiplier, steps, 0]])

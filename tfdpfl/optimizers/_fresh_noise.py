@@ -155,6 +155,10 @@ class FreshNoise:
         """Returns what ran, given the entries of the step table."""
         return _step_table.ledger_of(counted)
 
+    def rows_for_others(self, counted: np.ndarray) -> np.ndarray:
+        """Returns entries of the step table, as an optimizer with other noise may count them."""
+        return counted
+
     def to_dict(self) -> Json:
         """Returns the arguments that ask for this noise, as JSON can hold them."""
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +13,7 @@ from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.graph import function_graph
 from tfdpfl.clipping.step_checks import handles_of
+from tfdpfl.optimizers import _past
 from tfdpfl.optimizers._fused_adam import forget_powers
 from tfdpfl.optimizers._privatizer import GradientPrivatizer
 
@@ -31,7 +32,9 @@ class Keras2Adapter:
 
     _dp_takes_workers = True
     _dp: GradientPrivatizer
+    _dp_model: type
     _variables: list[tf.Variable]  # the base class's
+    _take_in: Callable[[], None]
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -49,6 +52,7 @@ class Keras2Adapter:
         SavedModel is an optimizer made of its config alone."""
         config = super().get_config()
         if any(frame.f_code.co_name == "model_metadata" for frame in callers()):
+            self._take_in()
             config[_ROWS] = self._dp.rows().tolist()
         return config
 
@@ -59,6 +63,10 @@ class Keras2Adapter:
         optimizer = super().from_config(config, custom_objects)
         if rows:
             optimizer._dp.counter.merge(np.array(rows), optimizer._dp_ledger)
+            # A SavedModel is compiled with this optimizer next, or with another by the user.
+            for model in (frame.f_locals.get("model") for frame in callers()):
+                if isinstance(model, cls._dp_model):
+                    _past.note(optimizer._dp, _past.weights_of(model), model)
         return optimizer
 
     def build(self, var_list):

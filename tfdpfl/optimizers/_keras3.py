@@ -13,6 +13,7 @@ from tfdpfl._frames import callers
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
+from tfdpfl.optimizers import _step_table
 from tfdpfl.optimizers._fused_adam import forget_powers
 
 __all__ = ["Keras3Adapter"]
@@ -28,6 +29,7 @@ class Keras3Adapter:
 
     _dp_takes_workers = False
     _track_variable: Callable  # the base class's
+    _load_ledger: Callable[[np.ndarray | None], None]
     _pending: tf.Tensor | None = None
     _handed: tf.Tensor | None = None  # to the trainer, in place of it
 
@@ -62,6 +64,12 @@ class Keras3Adapter:
             return super().build(variables)
         with tf.init_scope(), tf.variable_creator_scope(plain_variable):
             return super().build(variables)
+
+    def set_weights(self, values):
+        """Loads what an .h5 file holds, as far as Keras 3 lets it: the ledger. Keras builds the optimizer for no
+        weights before, so it is built again by the first step."""
+        self._load_ledger(next((v for v in map(np.asarray, values) if _step_table.is_table(v)), None))
+        self.built = False
 
     def scale_loss(self, loss):
         self._check_graph(loss)

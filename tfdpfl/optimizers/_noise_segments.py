@@ -22,10 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl._process import renew_after_fork
-from tfdpfl._types import Keywords
+from tfdpfl._types import DpEvent, Keywords
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
+from tfdpfl.accounting.pricing import leaves_of
 from tfdpfl.accounting.sampling import BY_CODE
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.correlated import Stream
@@ -255,6 +256,15 @@ class NoiseSegments:
             ledger.count_correlated((), self._run(_Training(), strays))
         return ledger
 
+    def as_one_gaussian(self, counted: np.ndarray) -> float:
+        """Returns the noise multiplier of one Gaussian mechanism that costs no less than what ran."""
+        multipliers = _of_gaussians(self.ledger(counted).dp_event)
+        if multipliers is None:  # it is amplified by sampling
+            least, steps = float(counted[:, _step_table.MULTIPLIER].min()), int(counted[:, _step_table.STEPS].sum())
+            run = CorrelatedRun(noise=self.noise, noise_multiplier=least, num_steps=steps)
+            multipliers = _of_gaussians(run.dp_event)
+        return 1 / math.sqrt(sum(z**-2 for z in multipliers)) if multipliers and min(multipliers) > 0 else 0.0
+
     @staticmethod
     def _trainings(segments: _Segments, steps: dict[float, list[np.ndarray]]) -> list[_Training]:
         """Returns the ends of the tree that the segments make: those that no other goes on from where they end."""
@@ -291,6 +301,19 @@ class NoiseSegments:
             noise=self.noise, noise_multiplier=min(training.multiplier, strays.multiplier, self.noise_multiplier),
             num_steps=training.steps + more, unit=unit_of(training.sampled | strays.sampled), **how,
         )  # fmt: skip
+
+
+def _of_gaussians(event: DpEvent) -> list[float] | None:
+    """Returns the noise multipliers of the Gaussian mechanisms that an event is made of; None if it is of others."""
+    from dp_accounting import GaussianDpEvent
+
+    found: list[float] = []
+    for leaf, number in leaves_of(event):
+        gaussian = getattr(leaf, "gaussian", leaf)
+        if not isinstance(gaussian, GaussianDpEvent):
+            return None
+        found += [gaussian.noise_multiplier] * number
+    return found
 
 
 def unit_of(sampled: set[tuple]) -> str:

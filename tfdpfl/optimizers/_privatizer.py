@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -106,6 +106,7 @@ class GradientPrivatizer:
         self._accumulators: dict[tuple[int, ...], GradientAccumulator] = {}
         self.pending = in_memory(np.int64(0))  # parts that the last step left
         self.user_rules: frozenset[str] = frozenset()  # the ops for which users' rules were in force in its steps
+        self._others: dict[int, GradientPrivatizer] = {}  # on the same weights, whose steps it took in
         self.holders = 1  # replicas that may hold the same example, in the step that was traced last
 
     def to_dict(self) -> Json:
@@ -120,14 +121,37 @@ class GradientPrivatizer:
             )
         return self.counter.rows(self.table)
 
+    def own_rows(self) -> np.ndarray:
+        """Returns what is known to have run, without what other privatizers of this process state themselves."""
+        return self.counter.own_rows(self.table)
+
+    def take_in(self, others: Iterable[GradientPrivatizer]) -> None:
+        """Adds the steps of others on the same weights to the saved table, so that a file with it has them."""
+        self._others |= {id(other): other for other in others if other is not self}
+        for other in self._with_others()[1:]:
+            self.counter.take_in(other.noise.rows_for_others(other.own_rows()), self.table)
+
+    def _with_others(self) -> list[GradientPrivatizer]:
+        """Returns itself, those that it took steps in from, those that these did, and so on."""
+        found: dict[int, GradientPrivatizer] = {}
+        todo = [self]
+        while todo:
+            each = todo.pop()
+            if id(each) not in found:
+                found[id(each)] = each
+                todo += each._others.values()
+        return list(found.values())
+
     def own_variables(self) -> set[int]:
         """Returns the ids of what it writes by itself: counts of steps, and noise."""
         return {id(v) for v in [self.table, *self.noise.variables]}
 
     def ledger(self) -> PrivacyLedger:
         """Returns what is known to have run, with its price."""
-        ledger = self.noise.ledger(self.rows())
-        ledger.user_rules |= self.user_rules
+        ledger = PrivacyLedger()
+        for each in self._with_others():
+            ledger.merge(each.noise.ledger(each.own_rows()))
+            ledger.user_rules |= each.user_rules
         return ledger
 
     def check_replicas(self) -> None:

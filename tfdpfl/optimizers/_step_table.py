@@ -35,6 +35,7 @@ __all__ = [
     "Counter",
     "compact",
     "empty_table",
+    "is_table",
     "ledger_of",
     "merge_tables",
     "new_origin",
@@ -83,6 +84,11 @@ def _marks(table: np.ndarray) -> np.ndarray:
     if table.ndim != 2 or table.shape[1] < 4:
         return np.zeros([0, 4])
     return table[(table[:, ORIGIN] < _MARK) & (table[:, ORIGIN] > _MARK - 1000)]
+
+
+def is_table(array: np.ndarray) -> bool:
+    """Returns whether an array is a saved table, of whatever version."""
+    return len(_marks(array)) > 0
 
 
 def refuse_newer(table: np.ndarray) -> None:
@@ -141,6 +147,10 @@ class Counter:
         self.seen = in_memory(np.float64(0))  # units in the batches of which it was known how they were drawn
         self.discrete = False
         self.loaded = np.zeros([0, len(COLUMNS)])  # what tables held that were read before
+        # Steps of other optimizers of this process, which the saved table is to have, too; and what they come from.
+        self.of_others = np.zeros([0, len(COLUMNS)])
+        self._origins_of_others: set[float] = set()
+        self._taken_in: set[bytes] = set()
         self.watches: list[Callable] = []  # each ends a fit, if it was interrupted
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
@@ -192,11 +202,16 @@ class Counter:
         saved.assign(kept)
 
     def rows(self, saved: tf.Variable) -> np.ndarray:
-        """Returns all that is known to have run: counted here, or in a table that was loaded."""
+        """Returns all that is known to have run: counted here, taken in from others, or in a table that was loaded."""
+        return merge_tables(self.own_rows(saved), self.of_others)
+
+    def own_rows(self, saved: tf.Variable) -> np.ndarray:
+        """Returns `rows` without those of other optimizers of this process, which state themselves what ran."""
         for watch in list(self.watches):
             watch()
         refuse_newer(np.asarray(saved))
-        self.loaded = merge_tables(self.loaded, np.asarray(saved), self.table.numpy())
+        kept = merge_tables(self.loaded, np.asarray(saved), self.table.numpy())
+        self.loaded = kept[~np.isin(kept[:, ORIGIN], list(self._origins_of_others))]
         return self.loaded
 
     def merge(self, rows: np.ndarray, saved: tf.Variable) -> None:
@@ -204,11 +219,26 @@ class Counter:
         self.loaded = merge_tables(self.loaded, rows)
         self.write_back(saved)
 
+    def take_in(self, rows: np.ndarray, saved: tf.Variable) -> None:
+        """Takes in the rows of another optimizer of this process, so that a file with the saved table has them."""
+        new = [row for row in rows if row.tobytes() not in self._taken_in]
+        if not new:  # they may stand added up by now, and would count twice
+            return
+        self._taken_in |= {row.tobytes() for row in new}
+        self._hold_of_others(merge_tables(self.of_others, np.array(new)))
+        self.write_back(saved)
+
+    def _hold_of_others(self, rows: np.ndarray) -> None:
+        self.of_others = rows
+        self._origins_of_others |= set(rows[:, ORIGIN].tolist())
+
     def write_back(self, saved: tf.Variable) -> None:
         """Writes all that is known to have run into the table that is saved, in fewer rows where it is half full."""
         rows = self.rows(saved)
         if len(rows) > ROWS // 2:
-            rows = self.loaded = compact(rows, float(self.origin))
+            self.loaded = compact(self.loaded, float(self.origin))
+            self._hold_of_others(compact(self.of_others, float(self.origin)))
+            rows = merge_tables(self.loaded, self.of_others)
         if len(rows) > ROWS:
             return  # more kinds of steps than a table has room for: it goes on as it is
         table = empty_table()
