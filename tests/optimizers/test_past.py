@@ -90,13 +90,26 @@ def test_a_file_of_a_model_on_the_layers_of_another_has_the_steps_on_them(tmp_pa
     assert cost_after_one_more(saved(model, tmp_path)) == pytest.approx(uses(7))
 
 
-def test_a_checkpoint_of_the_second_stage_has_the_steps_of_the_first(tmp_path):
-    model = trained()
-    second_stage_without_one(model)
-    path = tf.train.Checkpoint(model=model).save(str(tmp_path / "point"))
+def restored(model, path):
+    """A model whose state came out of a TensorFlow checkpoint, which Keras does not prepare."""
+    point = tf.train.Checkpoint(model=model).save(str(path / "point"))
     other = anew(keras.models.clone_model(model))
-    tf.train.Checkpoint(model=other).restore(path).expect_partial()
-    assert cost_after_one_more(other) == pytest.approx(uses(7))
+    tf.train.Checkpoint(model=other).restore(point).expect_partial()
+    return other
+
+
+def test_a_checkpoint_in_a_loop_has_the_steps_of_the_first_stage(tmp_path):
+    model = trained()
+    second_stage_in_a_loop(model)
+    assert cost_after_one_more(restored(model, tmp_path)) == pytest.approx(uses(7))
+
+
+def test_a_checkpoint_has_the_steps_of_another_model_since_its_own_were_traced(tmp_path):
+    first = trained(1)
+    second = keras.Sequential([keras.Input((X.shape[1],)), first.layers[0], keras.layers.Dense(3, "softmax")])
+    for model in (anew(second), first, second):
+        fit(model, batch_size=N)
+    assert cost_after_one_more(restored(second, tmp_path)) == pytest.approx(uses(5))
 
 
 @pytest.mark.parametrize("ending", ["keras", "h5", *([] if KERAS3 else ["folder"])])
