@@ -10,6 +10,12 @@ typedef float NAME(V) __attribute__((vector_size(LANES * 4), aligned(4), may_ali
 #define MOST_ROWS 14
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
+INLINE double NAME(added)(V numbers) {
+    double sum = 0;
+    for (int i = 0; i < LANES; i++) sum += numbers[i];
+    return sum;
+}
+
 /* What is made of a tile, which stands in memory by now. */
 static __attribute__((noinline)) TARGET void NAME(finish)(const Pass *p, const float *tile, int rows, int stride,
                                                           int64_t entry, int64_t filter, Result to) {
@@ -36,9 +42,7 @@ static __attribute__((noinline)) TARGET void NAME(finish)(const Pass *p, const f
         }
     }
     if (!to.square || !p->last_part) return;
-    double square = 0;
-    for (int i = 0; i < LANES; i++) square += squares[i];
-    *to.square += square;
+    *to.square += NAME(added)(squares);
 }
 
 INLINE void NAME(tile)(const int rows, const int vectors, const Pass *p, const float *image, const float *gradient,
@@ -65,6 +69,33 @@ INLINE void NAME(tile)(const int rows, const int vectors, const Pass *p, const f
                 if (vectors > 1) sum[r][1] += entry_of_image * g1;
             }
         }
+    }
+    if (p->first_part && p->last_part && filter + vectors * LANES <= p->g->filters) { /* most are whole: they stay here */
+        const int64_t filters = p->g->filters, at = entry * filters + filter;
+        V squares = {0};
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            squares += sum[r][0] * sum[r][0];
+            if (vectors > 1) squares += sum[r][1] * sum[r][1];
+        }
+        if (to.square) *to.square += NAME(added)(squares);
+        if (to.each) {
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                float *each = to.each + at + r * filters;
+                *(V *)each = sum[r][0];
+                if (vectors > 1) *(V *)(each + LANES) = sum[r][1];
+            }
+        }
+        if (to.total) {
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                float *total = to.total + at + r * filters;
+                *(V *)total += to.factor * sum[r][0];
+                if (vectors > 1) *(V *)(total + LANES) += to.factor * sum[r][1];
+            }
+        }
+        return;
     }
     float tile[MOST_ROWS * 2 * LANES];
 #pragma GCC unroll 16
