@@ -60,8 +60,9 @@ enum { DONE, INVALID, NO_MEMORY };
 /* So much of an image and of its output's gradients is summed at a time: what a core's second cache holds. */
 #define CACHED 49152
 #define MOST_THREADS 256
-/* So many multiplications take some ten times as long as it takes to start a thread. */
-#define WORTH_A_THREAD 1e7
+/* So many multiplications take half a millisecond. To start a thread costs a tenth of that in CPU time: a step of a small
+ * CNN spent a tenth of its time on three of them. */
+#define WORTH_A_THREAD 4e7
 
 /* The widest instruction set that the processor and the operating system have. */
 int tfdpfl_instructions(void) {
