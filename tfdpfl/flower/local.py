@@ -89,7 +89,7 @@ def local_dp_mod(
         over = kept.spend(cost, delta, target_epsilon)  # another process may have spent meanwhile
         if over:
             return refused(message, over)
-        noisy = noised(sent, total.total, bound * z, 1 / z, normals)
+        noisy = noised(total, bound * z, normals)
         return private_reply(message, noisy, weighted_by_key, kept.report(delta))
 
     return mod
@@ -142,18 +142,14 @@ class Normals:
         return Normals, (self._seed,)
 
 
-def noised(
-    base: Mapping[str, np.ndarray], added: Mapping[str, np.ndarray], stddev: float, bound: float, normals: Normals
-) -> dict[str, np.ndarray]:
-    """``base + added`` with noise, in the types of ``base``; what is not in ``added`` stays. ``bound``: the norm that
-    ``added`` has at most, over ``stddev``."""
-    if not stddev:
-        return {**base, **{name: (base[name] + part).astype(base[name].dtype) for name, part in added.items()}}
+def noised(total: ClippedSum, stddev: float, normals: Normals) -> dict[str, np.ndarray]:
+    """The model of a clipped sum plus that sum, with noise, in the model's types; what has no part in the sum stays."""
+    base, added = total.base, total.total
     noise = [stddev * normal for normal in normals([part.shape for part in added.values()])]
     with np.errstate(over="ignore"):
         values = [base[name] + part for name, part in added.items()]
         out = [(v + n).astype(base[name].dtype) for name, v, n in zip(added, values, noise, strict=True)]
-    told = _replay_hook.released(values, out, noise, [stddev] * len(out), bound)
+    told = _replay_hook.released(values, out, noise, [stddev] * len(out), total.l2_norm_clip / stddev)
     return {**base, **dict(zip(added, told, strict=True))}
 
 

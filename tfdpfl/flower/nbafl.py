@@ -68,7 +68,7 @@ def nbafl_mod(
         if not add_answer(total, message, context, call_next):
             total = unchanged
         kept.spend(ledger_of_uploads(nbafl.sigma_u / clip))
-        noisy = noised(zero, total.total, nbafl.sigma_u, clip / nbafl.sigma_u, normals)
+        noisy = noised(total, nbafl.sigma_u, normals)
         report = kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon)
         return private_reply(message, noisy, weighted_by_key, report)
 
@@ -104,7 +104,7 @@ def clip_and_noise_gradients(
     except ValueError as error:
         log.warning("A gradient counts as zero: %s", error)
     ledger.merge(ledger_of_uploads(sigma / clip))
-    return [*noised(zero, total.total, sigma, clip / sigma, Normals(seed)).values()]
+    return [*noised(total, sigma, Normals(seed)).values()]
 
 
 class NbAFLStrategy(DifferentialPrivacy):
