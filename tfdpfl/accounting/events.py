@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tfdpfl._types import DpEvent, PrivacyLosses
 from tfdpfl.errors import PrivacyError
 
-__all__ = ["event_named", "event_type", "gaussian_of_group", "thresholded"]
+__all__ = ["composed", "event_named", "event_type", "gaussian_of_group", "thresholded"]
 
 _TYPES: dict[str, Callable[[], type[DpEvent]]] = {}
 
@@ -32,6 +32,16 @@ def event_type(name: str, *fields: str, losses: Callable | None = None, **defaul
 
     _TYPES[name] = made
     return lambda *values: made()(*values)
+
+
+def composed(events: Iterable[DpEvent]) -> DpEvent:
+    """Returns the event of all of these, one after the other: of one event that event itself."""
+    from dp_accounting import dp_event
+
+    parts = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
+    if not parts:
+        return dp_event.NoOpDpEvent()
+    return parts[0] if len(parts) == 1 else dp_event.ComposedDpEvent(parts)
 
 
 def event_named(name: str) -> type[DpEvent] | None:

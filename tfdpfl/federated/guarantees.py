@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl._types import DpEvent
+from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.participation import most_participations, tree_sensitivity
 from tfdpfl.accounting.pricing import Price, check_delta, price
 from tfdpfl.accounting.sampling import POISSON, SCHEMES
@@ -98,7 +99,7 @@ class ClientLevel(_OneEvent):
 
         again = sorted(run.again)[-most:]
         once = dp_event.SelfComposedDpEvent(released(1), most - len(again))
-        return dp_event.ComposedDpEvent([once, *map(released, again)]) if again else once
+        return composed([once, *map(released, again)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

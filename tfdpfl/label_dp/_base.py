@@ -12,10 +12,11 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, DpEvent, Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._datasets import labels_of
-from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
+from tfdpfl.label_dp._events import check_epsilon, pure_event
 from tfdpfl.label_dp._top_k import FINEST, RARE
 
 __all__ = [

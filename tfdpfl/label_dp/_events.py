@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 
-__all__ = ["check_epsilon", "composed", "pure_event"]
+__all__ = ["check_epsilon", "pure_event"]
 
 
 def check_epsilon(epsilon: object, remedy: str, name: str = "epsilon") -> float:
@@ -46,13 +45,3 @@ def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:
     # beside it the sound price is the only one.
     only_rdp = dp_event.RepeatAndSelectDpEvent(dp_event.NoOpDpEvent(), 1, 0)
     return dp_event.ComposedDpEvent([dp_event.LaplaceDpEvent(1 / epsilon), only_rdp])
-
-
-def composed(events: Iterable[DpEvent]) -> DpEvent:
-    """All of these, one after the other."""
-    from dp_accounting import dp_event
-
-    parts = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
-    if not parts:
-        return dp_event.NoOpDpEvent()
-    return parts[0] if len(parts) == 1 else dp_event.ComposedDpEvent(parts)

@@ -10,12 +10,13 @@ import tensorflow as tf
 from tfdpfl._frames import callers
 from tfdpfl._types import Arrays, Dataset, DpEvent, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.data.functions import changes_each_pass, number_apart, numbering
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
-from tfdpfl.label_dp._events import check_epsilon, composed, pure_event
+from tfdpfl.label_dp._events import check_epsilon, pure_event
 from tfdpfl.label_dp._top_k import RARE, lie_probability, response_matrix
 from tfdpfl.label_dp.classification import RandomizedResponse
 

@@ -21,6 +21,7 @@ import numpy as np
 from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, DpEvent
 from tfdpfl.accounting import _checks
+from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.pate import bounds, pricing
@@ -385,9 +386,7 @@ class Aggregator(abc.ABC):
             if isinstance(event, dp_accounting.SelfComposedDpEvent):
                 event, count = event.event, event.count * count
             events.append(dp_accounting.SelfComposedDpEvent(event, count))
-        if len(events) == 1:
-            return events[0]
-        return dp_accounting.ComposedDpEvent(events) if events else dp_accounting.NoOpDpEvent()
+        return composed(events)
 
     def epsilon(
         self,
