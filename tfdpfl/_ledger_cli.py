@@ -424,19 +424,18 @@ def clients(file: Path, delta: float, accountant: str, target_epsilon: float | N
         from tfdpfl.accounting.report import rounded_up
         from tfdpfl.flower.register import Register
 
-        found = Register(file, new=False).spent(check_delta(delta), accountant)
-    rows = [{**vars(spent)} for spent in found]
+        rows = [{**vars(spent)} for spent in Register(file, new=False).spent(check_delta(delta), accountant)]
     if target_epsilon is not None:
         rows = [{**row, "left": max(0.0, target_epsilon - row["epsilon"])} for row in rows]
     if as_json:
         _print_json(rows)
-    for spent in [] if as_json else found:
-        left = "" if target_epsilon is None else f", {max(0.0, target_epsilon - spent.epsilon):.3g} left"
+    for row in [] if as_json else rows:
+        left = f", {row['left']:.3g} left" if "left" in row else ""
         click.echo(
-            f"{spent.client}: epsilon = {rounded_up(spent.epsilon)}{left}; {spent.rounds} rounds of {spent.runs} runs, "
-            f"asked in {spent.asked}"
+            f"{row['client']}: epsilon = {rounded_up(row['epsilon'])}{left}; {row['rounds']} rounds of {row['runs']} "
+            f"runs, asked in {row['asked']}"
         )
-    if target_epsilon is not None and any(spent.epsilon > target_epsilon for spent in found):
+    if target_epsilon is not None and any(row["epsilon"] > target_epsilon for row in rows):
         raise SystemExit(1)
 
 

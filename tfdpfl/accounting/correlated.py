@@ -280,6 +280,8 @@ def compare(
     """
     if (target_epsilon is None) != (delta is None) or (sampling_rate is not None and target_epsilon is None):
         raise ValueError("Give target_epsilon and delta together, and sampling_rate only with them.")
+    remedy = "give the mean size of a batch over the number of examples"
+    sampling_rate = _checks.optional(_rate, "sampling_rate", sampling_rate, remedy)
     kind = choice("kind", kind, ERRORS)
     num_steps = whole("num_steps", num_steps, 1, "count the noisy updates")
     base = Noise(min_separation=min_separation, max_participations=max_participations)
@@ -292,22 +294,22 @@ def compare(
             INDEPENDENT, target_epsilon=target_epsilon, delta=delta, num_steps=1
         )
     unsampled = SHUFFLED.name if uses.min_separation == 1 else FIXED_ORDER.name
-    found = []
-    for noise in noises:
-        multiplier = sigma * noise.sensitivity(*uses) / noise.unit
-        found.append(Compared(noise, sigma * noise.error(num_steps, kind), multiplier, unsampled))
+    found = [
+        Compared(noise, sigma * noise.error(num_steps, kind), sigma * noise.sensitivity(*uses) / noise.unit, unsampled)
+        for noise in noises
+    ]
     if sampling_rate is not None and target_epsilon is not None and delta is not None:
-        remedy = "give the mean size of a batch over the number of examples"
-        sampling_rate = _rate("sampling_rate", sampling_rate, remedy)
-        multipliers = [
-            *_in_groups(num_steps, sampling_rate, kind, target_epsilon, delta),
-            *_independent(num_steps, sampling_rate, target_epsilon, delta),
-        ]
-        for noise, multiplier, sampling in multipliers:
-            variances = noise.variances(num_steps)
-            error = math.sqrt(variances.max() if kind == "max" else variances.mean())
-            found.append(Compared(noise, multiplier * noise.unit * error, multiplier, sampling))
+        found += _sampled(num_steps, sampling_rate, kind, target_epsilon, delta)
     return sorted(found, key=lambda line: line.error)
+
+
+def _sampled(num_steps: int, rate: float, kind: str, target: float, delta: float) -> Iterator[Compared]:
+    """Yields the pairs of which the sampling lowers ε."""
+    independent = _independent(num_steps, rate, target, delta)
+    for noise, multiplier, sampling in (*_in_groups(num_steps, rate, kind, target, delta), *independent):
+        variances = noise.variances(num_steps)
+        error = math.sqrt(variances.max() if kind == "max" else variances.mean())
+        yield Compared(noise, multiplier * noise.unit * error, multiplier, sampling)
 
 
 def _in_groups(

@@ -13,16 +13,9 @@ from tfdpfl.noise.strategies import *  # noqa: F403
 
 # What imports TensorFlow, or imports this package.
 _WHERE = {
-    "AES": "tfdpfl.noise.source",
-    "PHILOX": "tfdpfl.noise.source",
-    "Source": "tfdpfl.noise.source",
-    "gaussian": "tfdpfl.noise.source",
-    "new_key": "tfdpfl.noise.source",
-    "discrete_gaussian": "tfdpfl.noise.discrete",
-    "grid": "tfdpfl.noise.discrete",
-    "Compared": "tfdpfl.accounting.correlated",
-    "compare": "tfdpfl.accounting.correlated",
-    "compute_correlated_noise_multiplier": "tfdpfl.accounting.correlated",
+    **dict.fromkeys(["AES", "PHILOX", "Source", "gaussian", "new_key"], "tfdpfl.noise.source"),
+    **dict.fromkeys(["discrete_gaussian", "grid"], "tfdpfl.noise.discrete"),
+    **dict.fromkeys(["Compared", "compare", "compute_correlated_noise_multiplier"], "tfdpfl.accounting.correlated"),
 }
 
 __all__ = ["Noise", *strategies.KINDS, *_WHERE]  # noqa: F405
