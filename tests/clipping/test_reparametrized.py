@@ -11,7 +11,15 @@ def standardised(x, w):
     return tf.nn.conv2d(x, (w - mean) * tf.math.rsqrt(variance + 1e-5), 1, "SAME")
 
 
+def looked_up_and_multiplied(x, w):
+    ids = tf.cast(tf.abs(x[:, :, 0]) * 3, tf.int32) % 6
+    return tf.einsum("btd,dv->btv", tf.tanh(tf.gather(w, ids)), tf.transpose(w))
+
+
 CUSTOM = {
+    "looked up, and multiplied by its transpose": (sequence, looked_up_and_multiplied, [(6, 4)]),
+    "turned": (sequence, lambda x, w: tf.einsum("btd,kdj->btkj", x, tf.transpose(w, [1, 2, 0])), [(2, 3, 4)]),
+    "negative": (vector, lambda x, w: tf.tanh(x @ -w), [(4, 3)]),
     "tied to its own transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 3)]),
     "square and its transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 4)]),
     "softplus of a matrix": (sequence, lambda x, w: x @ tf.nn.softplus(w), [(4, 3)]),
