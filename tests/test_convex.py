@@ -339,3 +339,16 @@ def test_adult_is_learnt_nearly_as_well_as_without_privacy():
     plain = LogisticRegression(max_iter=500).fit(x, y).score(x_test, y_test)
     private = DPLogisticRegression(1.0, 1e-6, data_norm=3.0).fit(x, y).score(x_test, y_test)
     assert private > plain - 0.025  # six runs: 0.008 to 0.015 below
+
+
+def test_a_statement_tells_what_each_fit_cost_whatever_was_set_since():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(100, 2))
+    model = DPLogisticRegression(5.0, 1e-6, data_norm=3.0, solver="gradient", random_state=1).fit(x, x[:, 0] > 0)
+    model.set_params(epsilon=0.1, random_state=None, solver="output").fit(x, x[:, 0] > 0)
+    model.set_params(epsilon=0.01, delta=1e-9)
+    (promise,) = model.promises(1e-5)
+    assert promise.mechanisms == [
+        "gradient, epsilon 5 at delta 1e-06 a fit, 1 fits", "output, epsilon 0.1 at delta 1e-06 a fit, 1 fits",
+    ]  # fmt: skip
+    assert any("random_state" in warning for warning in promise.warnings)

@@ -6,6 +6,7 @@ The loss is convex, so better and simpler mechanisms than DP-SGD are known.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -143,6 +144,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         )
         weights, self.noise_multiplier_, self.dp_event_ = getattr(self, f"_{solver}")(problem)
         self._spent = (*self.__dict__.get("_spent", ()), (self.dp_event_, float(self.epsilon), float(self.delta)))
+        seeded = self.random_state is not None  # arguments may be set anew after a fit, and what ran stays
+        self._ran = (*self.__dict__.get("_ran", ()), (solver, float(self.epsilon), float(self.delta), seeded))
         weights = weights.reshape(problem.shape)
         self.coef_ = weights[:, : X.shape[1]]
         self.intercept_ = weights[:, -1] * self.data_norm if self.fit_intercept else np.zeros(len(weights))
@@ -164,15 +167,17 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
-        times, event = self.releases_, self.dp_event
-        warnings = [] if times else [PLANNED]
-        if self.random_state is not None:
+        event = self.dp_event
+        planned = (getattr(self, "solver_", self.solver), float(self.epsilon), float(self.delta))
+        ran = self.__dict__.get("_ran", ((*planned, self.random_state is not None),) * self.releases_)
+        warnings = [] if ran else [PLANNED]
+        if any(seeded for *_, seeded in ran) or self.random_state is not None:
             warnings.append(SEEDED.format("random_state"))
-        solver = getattr(self, "solver_", self.solver)
-        text = f"{solver}, epsilon {float(self.epsilon):g} at delta {float(self.delta):g} a fit, {times} fits"
+        fits = Counter(how[:3] for how in ran) or {planned: 0}
+        texts = [f"{how}, epsilon {e:g} at delta {d:g} a fit, {n} fits" for (how, e, d), n in fits.items()]
         return [Promise(
             kind="logistic regression", adjacency=self.adjacency, unit="example", event=event,
-            price=self.price if event is None else None, mechanisms=[text], notes=_COVERED, warnings=warnings,
+            price=self.price if event is None else None, mechanisms=texts, notes=_COVERED, warnings=warnings,
         )]  # fmt: skip
 
     def price(self, delta: float, accountant: str = "pld") -> Price:
