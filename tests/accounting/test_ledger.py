@@ -105,6 +105,20 @@ def test_a_new_pass_over_the_data_is_a_new_use_of_every_example():
     assert len(poisson) == 1
 
 
+@pytest.mark.parametrize("more, fix", [
+    ({"truncated_batch_size": 40}, "truncated_batch_size are priced under add_or_remove_one alone: draw them without"),
+    ({}, r"add Normalization for it, too: pass adjacency='zero_out' to ledger\.add, or to the adapt"),
+])  # fmt: skip
+def test_rows_for_different_neighbours_name_what_can_be_changed(more, fix):
+    ledger = PrivacyLedger().record(1.1, sampling="shuffle", **DATA)
+    if more:
+        ledger.record(1.1, **DATA, **more)
+    else:
+        ledger.add(dp_accounting.GaussianDpEvent(1.0), adjacency="add_or_remove_one", name="Normalization")
+    with pytest.raises(PrivacyError, match=fix):
+        ledger.epsilon(1e-5)
+
+
 def test_rows_for_different_neighbours_do_not_add_up():
     ledger = PrivacyLedger().record(1.1, **DATA).record(1.1, sampling="shuffle", **DATA)
     assert ledger.adjacency == "zero_out"
@@ -113,7 +127,7 @@ def test_rows_for_different_neighbours_do_not_add_up():
     with pytest.raises(PrivacyError, match=r"no accountant knows an ε|needs dp-accounting 0\.6"):
         ledger.epsilon(1e-5)
     ledger.add(dp_accounting.GaussianDpEvent(1.0), adjacency="add_or_remove_one")
-    with pytest.raises(PrivacyError, match="different neighbours"):
+    with pytest.raises(PrivacyError, match=r"different neighbours .*add GaussianDpEvent for it.*'replace_one'"):
         ledger.epsilon(1e-5)
     users = PrivacyLedger().record(3.0, 10, **DATA).record(3.0, 10, max_examples_per_user=4, **DATA)
     with pytest.raises(PrivacyError, match="users of up to 1 and 4 examples"):

@@ -568,8 +568,26 @@ class PrivacyLedger:
         if all(row.run.stated_for(common) is not None for row in self._rows):
             return common
         raise PrivacyError(
-            f"the ledger's rows are stated for different neighbours ({', '.join(sorted(stated))}), "
-            "which do not add up: record them with the same adjacency"
+            f"the ledger's rows are stated for different neighbours ({', '.join(sorted(stated))}), which do not add "
+            f"up. {self._one_adjacency(common)}"
+        )
+
+    def _one_adjacency(self, common: str) -> str:
+        """Returns what to do for all rows to be for the same neighbours, whichever of them are not."""
+        strange = [row for row in self._rows if row.run.stated_for(common) is None]
+        if any(getattr(row.run, "truncated_batch_size", None) for row in strange):
+            return (
+                "Batches with a truncated_batch_size are priced under add_or_remove_one alone: draw them without it, "
+                "or train a new model, all of whose steps are such batches."
+            )
+        added = [row for row in strange if isinstance(row, _Applied)]
+        if not added:
+            return "Record them with the same adjacency."
+        names = ", ".join(dict.fromkeys(row.name or type(row.event).__name__ for row in added))
+        return (
+            f"The steps are for {common!r}, so add {names} for it, too: pass adjacency={common!r} to ledger.add, or to "
+            "the adapt of a layer of tfdpfl.preprocessing. Or train with Poisson batches, which are for the same "
+            "neighbours as a new ledger."
         )
 
     def epsilon(self, delta: float, accountant: str = "pld", max_examples_per_user: int = 1) -> float:
