@@ -92,3 +92,13 @@ def test_a_stream_of_a_stated_number_of_rows_holds_no_copies(data):
     model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
     model.fit(data(), steps_per_epoch=20, callbacks=[budget], verbose=0)
     assert budget.report().epsilon == pytest.approx(uses(2))
+
+
+@pytest.mark.slow
+def test_windows_of_keras_are_counted_as_rows_of_whole_passes():
+    windows = tf.keras.utils.timeseries_dataset_from_array(X, Y, 1, batch_size=20).map(lambda x, y: (x[:, 0], y))
+    model, budget = compiled(), PrivacyBudget(N, DELTA, sampling="shuffle", batch_size=20)
+    model.fit(windows, epochs=2, callbacks=[budget], verbose=0)
+    assert budget.report().epsilon == pytest.approx(uses(2))
+    with pytest.raises(PrivacyError, match=f"num_examples={N // 2}, but this pass over the data has"):
+        model.fit(windows, callbacks=[PrivacyBudget(N // 2, DELTA, sampling="shuffle", batch_size=20)], verbose=0)

@@ -5,7 +5,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.dataset_ops import UnaryDataset
 
 from tfdpfl.data import declared
-from tfdpfl.data.declared import made_by
+from tfdpfl.data.declared import made_by, passed_through
 
 NUMBERS = tf.data.Dataset.range(8)
 # What changes neither the elements nor their order, or each element by itself.
@@ -45,3 +45,17 @@ def test_every_transformation_of_tensorflow_has_a_word_or_is_harmless():
     names = {kind.__name__.strip("_").removesuffix("Dataset") for kind in kinds}
     assert len(names) >= 25
     assert {name for name in names if not declared._TRANSFORMATION.search(name.lower())} <= HARMLESS
+
+
+ONE, ZIP = tf.data.Dataset.from_tensors([1, 2]).repeat(), tf.data.Dataset.zip
+
+
+@pytest.mark.parametrize("dataset, again", [
+    (ZIP((ONE, NUMBERS)), False), (ZIP((ONE, NUMBERS)).map(lambda one, i: i).batch(4), False),
+    (tf.keras.utils.timeseries_dataset_from_array(range(9), range(9), 3, batch_size=2, shuffle=True), False),
+    (ONE, True), (ZIP((ONE, ONE)), True), (ZIP((ONE, NUMBERS.repeat(2))), True), (ZIP((ONE, NUMBERS)).repeat(), True),
+    (ZIP((NUMBERS.repeat(), NUMBERS)), True),
+    (ZIP((tf.data.Dataset.from_tensors(0).repeat(8), NUMBERS)), True),
+])  # fmt: skip
+def test_one_element_that_goes_with_each_of_others_repeats_none_of_them(dataset, again):
+    assert (passed_through(dataset, ("repeat",)) is not None) is again

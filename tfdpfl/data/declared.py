@@ -197,7 +197,20 @@ def repeats(dataset: Dataset) -> bool:
 
 
 def ancestors(dataset: Dataset, end: Dataset = None) -> list[Dataset]:
-    """Returns the data set and all that it was made from, down to ``end``, which is not among them."""
+    """Returns the data set and all that it was made from, down to ``end``, which is not among them. It leaves out one
+    element that goes with every element of others, as `timeseries_dataset_from_array` makes it."""
     if dataset is end:
         return []
-    return [dataset, *(found for each in inputs_of(dataset) for found in ancestors(each, end))]
+    inputs = [each for each in inputs_of(dataset) if not _goes_with_all(dataset, each)]
+    return [dataset, *(found for each in inputs for found in ancestors(each, end))]
+
+
+def _goes_with_all(dataset: Dataset, each: Dataset) -> bool:
+    """Whether a data set ends, and one of those that it is zipped from is a single element, repeated without end."""
+    import tensorflow as tf
+
+    repeated = made_by(dataset, ("zip",)) and made_by(each, ("repeat",))
+    if not repeated or not all(made_by(one, ("tensor",)) for one in inputs_of(each)):
+        return False
+    with tf.init_scope():  # it may be asked where a function is traced
+        return int(dataset.cardinality()) >= 0 > int(each.cardinality())
