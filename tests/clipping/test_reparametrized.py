@@ -3,12 +3,16 @@
 import pytest
 import tensorflow as tf
 from helpers import check, example_losses, normal, rng
-from layer_cases import check_layers, image, layers_of, of_weights, sequence, vector
+from layer_cases import B, check_layers, ids, image, layers_of, of_weights, sequence, vector
 
 
 def standardised(x, w):
     mean, variance = tf.nn.moments(w, [0, 1, 2], keepdims=True)
     return tf.nn.conv2d(x, (w - mean) * tf.math.rsqrt(variance + 1e-5), 1, "SAME")
+
+
+def rows_of(i, w):
+    return tf.tanh(tf.gather(w, tf.cast(i, tf.int32)))
 
 
 def looked_up_and_multiplied(x, w):
@@ -20,6 +24,10 @@ CUSTOM = {
     "looked up, and multiplied by its transpose": (sequence, looked_up_and_multiplied, [(6, 4)]),
     "turned": (sequence, lambda x, w: tf.einsum("btd,kdj->btkj", x, tf.transpose(w, [1, 2, 0])), [(2, 3, 4)]),
     "negative": (vector, lambda x, w: tf.tanh(x @ -w), [(4, 3)]),
+    "columns looked up, and a matrix": (ids(B, 5), lambda i, w: rows_of(i, tf.transpose(w)) @ tf.transpose(w),
+                                        [(6, 6)]),
+    "columns looked up, and its transpose": (ids(B, 5), lambda i, w: rows_of(i, tf.transpose(w)) @ w, [(6, 6)]),
+    "rows of what is negated, and a matrix": (ids(B, 5), lambda i, w: rows_of(i, -w) @ tf.transpose(w), [(6, 6)]),
     "tied to its own transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 3)]),
     "square and its transpose": (vector, lambda x, w: tf.tanh(x @ w) @ tf.transpose(w), [(4, 4)]),
     "softplus of a matrix": (sequence, lambda x, w: x @ tf.nn.softplus(w), [(4, 3)]),
