@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfdpfl.accounting import price
 from tfdpfl.data.functions import number_apart
 from tfdpfl.label_dp import LabelPrivacy
+from tfdpfl.reports import report
 
 
 def test_a_label_keeps_its_noise_through_epochs_and_shuffles():
@@ -90,6 +91,16 @@ def test_a_layer_refuses_numbers_that_do_not_agree_with_those_it_was_given():
         ROWS.skip(6).enumerate().map(lambda number, example: private(example[1], ids=number))
     named = lambda number: tf.strings.as_string(number) + "b"  # ids of the user's making are believed
     ROWS.skip(6).enumerate().map(lambda number, example: private(example[1], ids=named(number)))
+
+
+def test_a_report_states_that_an_example_needs_one_id_in_all_files():
+    """Ids of two files or generators cannot be compared: nothing tells that they number the same examples."""
+    cached, by_id = LabelPrivacy(1.0, 3), LabelPrivacy(1.0, 3)
+    cached.cached(ROWS.map(lambda x, y: y))
+    by_id(tf.constant([0, 1]), ids=tf.constant([7, 8]))
+    condition = "It holds if each example has one id in all files and programs, and no two examples share one"
+    said = [str(report({"labels": layer}, delta=1e-5)) for layer in (cached, by_id)]
+    assert [condition in text for text in said] == [False, True]
 
 
 def test_the_layers_frequencies_are_its_matrix():

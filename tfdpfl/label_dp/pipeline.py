@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import numpy as np
@@ -29,6 +30,12 @@ _STEPS = 1 << 53
 _NUMBERED: weakref.WeakKeyDictionary[LabelPrivacy, list[tuple[int, Dataset]]] = weakref.WeakKeyDictionary()
 
 
+_IDS = (
+    "Labels keep their noise by ids, and ε counts one release of each id. It holds if each example has one id in all "
+    "files and programs, and no two examples share one. Only numbers that enumerate() gives in one program are compared."
+)
+
+
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")
 class LabelPrivacy(tf.keras.layers.Layer):
     """Randomized response inside a tf.data map, where every label keeps its noise however often it is read.
@@ -42,8 +49,9 @@ class LabelPrivacy(tf.keras.layers.Layer):
     shuffle and every worker that holds this layer. Without, `cached` reads the dataset once and keeps it in memory.
 
     Promise: what is released for one id is ε-DP when its label is replaced, provided no two examples share an id. An id
-    whose label changes is a new release. The key is the operating system's and is not saved. A layer loaded from
-    a config has another one. Labels that go through both have been released twice.
+    whose label changes is a new release, and so is an example with a second id: give it the same one in all files. The
+    key is the operating system's and is not saved. A layer loaded from a config has another one. Labels that go through
+    both have been released twice.
 
     Args:
         epsilon: ε > 0.
@@ -142,7 +150,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
-        return [label_promise(self, self.ledger)]
+        promise = label_promise(self, self.ledger)
+        return [dataclasses.replace(promise, notes=(*promise.notes, _IDS)) if self._by_id else promise]
 
     def get_config(self) -> Json:
         return {**super().get_config(), "epsilon": self.epsilon, "num_classes": self.num_classes, "seed": self.seed}
