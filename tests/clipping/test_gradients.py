@@ -7,7 +7,7 @@ from helpers import K, L, check, check_model, check_models, example_losses, norm
 from layer_cases import NESTED, SIMPLE, B, check_layers, ids, image, layers_of, sequence, stack, tanh, vector
 
 from tfdpfl.clipping import per_example_norms
-from tfdpfl.clipping.gradients import Costs, _not_broadcast, joined, products, squares
+from tfdpfl.clipping.gradients import Costs, _not_broadcast, added, joined, products, squares
 
 
 @pytest.mark.parametrize("cases", layers_of(NESTED))
@@ -280,6 +280,19 @@ def test_gradients_are_joined_once_for_the_kernels_that_take_in_the_same():
 
     for found, parts in zip(rows(tf.constant(value)), [(0, 0), (0, 1), (1, 0)], strict=True):
         np.testing.assert_array_equal(found, np.concatenate([value + p for p in parts], 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_table_of_few_rows_is_added_to_what_may_have_another_type(dtype):
+    rows, to = normal(3, 2), tf.constant(np.ones([4, 2], dtype))
+
+    @tf.function
+    def summed(rows, to):
+        return added(tf.identity(tf.math.unsorted_segment_sum(rows, tf.constant([1, 3, 1]), 4)), to)
+
+    table = np.ones([4, 2])
+    np.add.at(table, [1, 3, 1], rows)
+    np.testing.assert_allclose(summed(tf.constant(rows), to), table, rtol=1e-6)
 
 
 def test_only_a_broadcast_that_was_none_is_undone():

@@ -32,7 +32,8 @@ _NUMBERED: weakref.WeakKeyDictionary[LabelPrivacy, list[tuple[int, Dataset]]] = 
 
 _IDS = (
     "Labels keep their noise by ids, and ε counts one release of each id. It holds if each example has one id in all "
-    "files and programs, and no two examples share one. Only numbers that enumerate() gives in one program are compared."
+    "files and programs, and no two examples share one. Only numbers that enumerate() gives in one program are "
+    "compared."
 )
 
 
