@@ -7,7 +7,7 @@ from helpers import K, L, check, check_model, check_models, example_losses, norm
 from layer_cases import NESTED, SIMPLE, B, check_layers, ids, image, layers_of, sequence, stack, tanh, vector
 
 from tfdpfl.clipping import per_example_norms
-from tfdpfl.clipping.gradients import Costs, _not_broadcast, added, joined, products, squares
+from tfdpfl.clipping.gradients import Costs, _not_broadcast, added, joined, products, reshaped, squares
 
 
 @pytest.mark.parametrize("cases", layers_of(NESTED))
@@ -253,6 +253,26 @@ def test_gram_matrices_of_the_same_rows_are_made_once():
     shapes = [value, value + 1, value.reshape(10, 2, 6), value.reshape(5, 6, 4)]
     for gram, rows in zip(grams(tf.constant(value)), shapes, strict=True):
         np.testing.assert_allclose(gram, rows @ rows.transpose(0, 2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_gram_matrices_of_other_rows_are_others_where_their_shape_is_not_known():
+    value = normal(4, 6, 3)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 3])])
+    def grams(x):
+        units, length = tf.unstack(tf.shape(x)[:2])
+        return products(x), products(tf.reshape(x, [2 * units, length // 2, 3]))
+
+    for gram, rows in zip(grams(tf.constant(value)), (value, value.reshape(8, 3, 3)), strict=True):
+        np.testing.assert_allclose(gram, rows @ rows.transpose(0, 2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_shape_without_entries_keeps_its_number_of_units():
+    @tf.function(input_signature=[tf.TensorSpec([None, 0])])
+    def made(x):
+        return reshaped(x, [tf.shape(x)[0], 2, 0])
+
+    assert made(tf.zeros([3, 0])).shape == (3, 2, 0)
 
 
 def test_squares_of_the_same_rows_are_added_up_once():
