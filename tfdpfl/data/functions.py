@@ -401,17 +401,17 @@ def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: fl
             states[op.name] = given[op.name]
             continue
         inputs = [states[t.op.name] for t in op.inputs]
-        random, draws = _is_random(op), any(drawn for _, drawn in inputs)
-        if inputs and inputs[0][0] and (random or draws) and _selects(op):
-            return op
         bodies = list(body_graphs(op))
+        inner = [each for body in bodies for each in body.get_operations()]
+        random = any(drawn for _, drawn in inputs) or any(map(_is_random, [op, *inner]))
+        if inputs and inputs[0][0] and random and _selects(op):
+            return op
         handed = inputs[is_branch(op) :]
         for body in bodies:
             found = _drawn_from(body, {t.op.name: s for t, s in zip(body.inputs, handed, strict=False)}, number)
             if found is not None:
                 return found
-        random |= any(_is_random(inner) for body in bodies for inner in body.get_operations())
-        states[op.name] = _holds_table(op, inputs, number), op.type not in _SIZES and (random or draws)
+        states[op.name] = _holds_table(op, inputs, number), op.type not in _SIZES and random
     return None
 
 
@@ -462,10 +462,7 @@ def _chosen(
     """Which row a function reads for each number; nothing if it is plainly the number itself."""
     import tensorflow as tf
 
-    at = index
-    while at.op.type in _KEEPING and len(at.op.inputs) >= 1 and at is not given:
-        at = at.op.inputs[0]
-    if at is given:
+    if _kept_from(index) is given:
         return np.zeros(0)
     shape = [1] * level
 
@@ -478,6 +475,13 @@ def _chosen(
 
     parts = [part.numpy() for part in numbers.take(int(min(number, 2**31))).map(row).batch(4096)]
     return np.concatenate(parts)
+
+
+def _kept_from(t: tf.Tensor, keeping: tuple[str, ...] = _KEEPING) -> tf.Tensor:
+    """The tensor that has the values of this one, before ops that keep them."""
+    while t.op.type in keeping and t.op.inputs:
+        t = t.op.inputs[0]
+    return t
 
 
 def _is_random(op: tf.Operation) -> bool:
@@ -717,11 +721,8 @@ def numbering(dataset: Dataset, made: tf.Tensor) -> tuple[int, Dataset] | None:
     of a data set is their number (enumerate); None if it is something else, or more than the number decides it."""
     import tensorflow as tf
 
-    at = made
-    while at.op.type in (*_KEEPING, "AsString") and at.op.inputs:
-        at = at.op.inputs[0]
-    parts = _numbers(dataset)
-    of = next((of for t, of in zip(made.graph.inputs, parts, strict=False) if t is at), None)
+    at = _kept_from(made, (*_KEEPING, "AsString"))
+    of = next((of for t, of in zip(made.graph.inputs, _numbers(dataset), strict=False) if t is at), None)
     zips = [inputs_of(each) for each in ancestors(dataset) if made_by(each, ("zip",))]
     sides = [each for inputs in zips if any(each is of for each in inputs) for each in inputs if each is not of]
     if of is None or len(sides) != 1 or len(_paths(sides[0])) != 1:
