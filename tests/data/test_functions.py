@@ -102,6 +102,10 @@ MEET = {
         lambda: Dataset.counter().map(lambda i: TABLE[i * 31 % 62]).batch(8), "StridedSlice.* for several|for several"),
     "drawn by a branch": (
         lambda: Dataset.range(N).map(lambda i: tf.cond(i > 3, lambda: TABLE[0], drawn)).batch(8), "reads rows"),
+    "a number that a branch draws": (
+        lambda: Dataset.range(N).map(lambda i: TABLE[tf.cond(
+            i > 3, lambda: tf.constant(0, tf.int64), lambda: tf.random.uniform([], 0, N, tf.int64))]).batch(8),
+        "reads rows at random"),
     "drawn by a data set": (
         lambda: Dataset.random(seed=1).take(N).map(lambda i: tf.gather(TABLE, i % N)).batch(8), "reads rows at random"),
     "drawn from an element": (
