@@ -6,7 +6,7 @@ import tensorflow as tf
 from helpers import K, L, check, check_model, check_models, example_losses, normal, per_example_gradients, raw, rng
 from layer_cases import NESTED, SIMPLE, B, check_layers, ids, image, layers_of, sequence, stack, tanh, vector
 
-from tfdpfl.clipping import per_example_norms
+from tfdpfl.clipping import gradients, per_example_norms
 from tfdpfl.clipping.gradients import Costs, _not_broadcast, added, joined, products, reshaped, squares
 
 
@@ -227,6 +227,23 @@ def test_a_norm_whose_terms_cancel_is_never_too_small(how, length):
     got2 = norms(x, g).numpy().astype(np.float64) ** 2
     assert (got2 >= true2 * 0.998).all()
     assert (got2 <= true2 * 1.001 + 1e-4 * terms2).all()
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_norm_of_rows_that_cancel_in_a_table_is_never_too_small(kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(gradients, "find_obstacle", lambda *_, **__: "none here")
+    g = CANCEL["centred"](0, normal(32, 24, 100))[1].astype("float32")
+    w = tf.Variable(normal(6, 100))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 24, 100])])
+    def norms(g):
+        return per_example_norms(tf.reduce_sum(tf.gather(w, tf.fill(tf.shape(g)[:2], 3)) * g), [w])
+
+    wide = g.astype(np.float64)
+    true2, terms2 = (wide.sum(1) ** 2).sum(1), (wide**2).sum((1, 2))
+    got2 = norms(g).numpy().astype(np.float64) ** 2
+    assert (got2 >= true2 * 0.998).all() and (got2 <= true2 * 1.001 + 1e-4 * terms2).all()
 
 
 def test_a_square_below_the_smallest_number_counts():
