@@ -624,9 +624,10 @@ class PrivacyLedger:
         texts, event = [row.text() for row in others], self._event(max_examples_per_user)
         report = report_of(runs, event, delta, accountant, adjacency, texts=texts, notes=tuple(notes))
         report = dataclasses.replace(report, unit=self.unit, max_examples_per_user=most)
-        if not others:
-            return report
-        # What only some of the rows have is not the whole ledger's.
+        return self._of_all(report, others) if others else report
+
+    def _of_all(self, report: PrivacyReport, others: list[_Row]) -> PrivacyReport:
+        """Returns a report of the runs with its numbers those of all rows: what only some have is not the ledger's."""
         unknown: Keywords = dict.fromkeys(FIGURES)
         if not all(isinstance(row, _Applied) for row in others):
             unknown["sampling"] = None  # other steps were drawn otherwise; releases are no steps
