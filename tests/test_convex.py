@@ -349,6 +349,6 @@ def test_a_statement_tells_what_each_fit_cost_whatever_was_set_since():
     model.set_params(epsilon=0.01, delta=1e-9)
     (promise,) = model.promises(1e-5)
     assert promise.mechanisms == [
-        "gradient, epsilon 5 at delta 1e-06 a fit, 1 fits", "output, epsilon 0.1 at delta 1e-06 a fit, 1 fits",
+        "gradient, epsilon 5 at delta 1e-06 a fit, 1 fit", "output, epsilon 0.1 at delta 1e-06 a fit, 1 fit",
     ]  # fmt: skip
     assert any("random_state" in warning for warning in promise.warnings)

@@ -174,7 +174,9 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if any(seeded for *_, seeded in ran) or self.random_state is not None:
             warnings.append(SEEDED.format("random_state"))
         fits = Counter(how[:3] for how in ran) or {planned: 0}
-        texts = [f"{how}, epsilon {e:g} at delta {d:g} a fit, {n} fits" for (how, e, d), n in fits.items()]
+        texts = [
+            f"{how}, epsilon {e:g} at delta {d:g} a fit, {n} fit{'s' * (n != 1)}" for (how, e, d), n in fits.items()
+        ]
         return [Promise(
             kind="logistic regression", adjacency=self.adjacency, unit="example", event=event,
             price=self.price if event is None else None, mechanisms=texts, notes=_COVERED, warnings=warnings,

@@ -422,7 +422,7 @@ def _twice_compiled(training: Training) -> None:
     training.run(ONES)
 
 
-def _saved_alone(rows: Any) -> Any:
+def _saved_alone(own_rows: Any) -> Any:
     from tfdpfl.optimizers._step_table import merge_tables
 
     return lambda self, saved: merge_tables(np.asarray(saved))
@@ -568,7 +568,7 @@ FAULTS = [
     Fault("steps not counted", ACCOUNT, "the ledger says epsilon = 0.00", priced(lambda t: t.run(ONES, 2)),
           patched(_counter, "count", lambda count: lambda *args: None)),
     Fault("counts stale after a checkpoint is loaded", ACCOUNT, "was spent", priced(_restored),
-          patched(_counter, "rows", _saved_alone)),
+          patched(_counter, "own_rows", _saved_alone)),
     Fault("ledger taken back by compile", ACCOUNT, "was spent", priced(_twice_compiled), _forgets),
     Fault("AdaFEST's threshold without noise", BOUND, "is claimed",
           bounded("AdaFEST"), patched(_embeddings, "split", _exact_counts)),
