@@ -248,10 +248,8 @@ def said_by(processes):
             p.kill()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(here):
     """What two workers gave, the second of which was then killed; and what two others, which went on, gave."""
-    here = tmp_path_factory.mktemp("workers")
     backup = str(here / "backup")
     processes = started(ALL + KILLED, here / "out", 2, EPOCHS="100000", BACKUP=backup, ENDS="1")
     said = []
@@ -275,10 +273,8 @@ def accepts(noise, stddev):
     return noise.size == 10_000 and abs(noise.std() / stddev - 1) < 0.045
 
 
-@pytest.mark.slow
-@only_keras2
-def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(trained):
-    (one, two), x, y = trained[0], *c.examples(N)
+def assert_one_update_one_noise_and_one_count(one, two):
+    x, y = c.examples(N)
     place = {row.tobytes(): i for i, row in enumerate(x)}
     drawn = []
     for step in range(2 * STEPS):
@@ -328,11 +324,9 @@ def test_two_workers_make_the_update_of_one_device_with_one_noise_and_one_count(
     assert np.linalg.norm(moved) < CLIP * (1 + 1e-3)
 
 
-@pytest.mark.slow
-@only_keras2
-def test_two_workers_have_the_correlated_noise_of_one_key(trained):
+def assert_correlated_noise_of_one_key(one):
     """By numpy, from the keys that the first worker draws: the noise of a process by itself that has these."""
-    (one, _), x, y = trained[0], *c.examples(N)
+    x, y = c.examples(N)
     noise = BandedInverse(bands=3, coefficients="best", min_separation=3, max_participations=2)
     weights, keys = c.weights(), KeyStream(new_key(7))
     size = sum(w.size for w in weights)
@@ -355,16 +349,23 @@ def test_two_workers_have_the_correlated_noise_of_one_key(trained):
     assert len(one["segments"]) == 1
 
 
-@pytest.mark.slow
-@only_keras2
-def test_a_killed_worker_ends_the_job_which_goes_on_from_its_backup_with_its_noise_and_all_steps_counted(trained):
-    one, two = trained[1]
+def assert_noise_went_on_and_all_steps_counted(one, two):
     for name in one:
         assert one[name].tobytes() == two[name].tobytes(), name
     steps, apart, passes = one["ran"]
     # Keras 2 loads what the first step makes: not seen is that a pass begins there, so uses may be a step apart.
     assert steps == 4 * passes and steps & (steps - 1) == 0 and apart == 1 and len(one["origins"]) == 2
     assert accepts(one["noise"], 1.5 * CLIP / 9)  # without the state of before there were several nodes
+
+
+@pytest.mark.slow
+@only_keras2
+def test_two_workers_make_the_update_of_one_device_and_go_on_from_a_backup_after_one_was_killed(tmp_path):
+    """One test, since pytest-xdist would start the four processes once more for another."""
+    first, later = trained(tmp_path)
+    assert_one_update_one_noise_and_one_count(*first)
+    assert_correlated_noise_of_one_key(first[0])
+    assert_noise_went_on_and_all_steps_counted(*later)
 
 
 @pytest.mark.slow
