@@ -84,9 +84,16 @@ collected_at = [0.0]  # MiB
 
 def pytest_runtest_logfinish():
     """Collects where a test took the process's memory 100 MiB further: graphs are cycles, which the thresholds above
-    leave for long, and what the C library then has free goes back to the system only when it is told.
+    leave for long, and what the C library then has free goes back to the system only when it is told. TensorFlow keeps
+    the functions of each tf.custom_gradient that it ever traced, and their graphs with them.
     """
     if peak_mib() > collected_at[0] + 100:
+        if "tensorflow" in sys.modules:
+            from tensorflow.python.framework import ops
+
+            gradients = ops.gradient_registry._registry
+            for name in [name for name in gradients if name.startswith("CustomGradient-")]:
+                del gradients[name]
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
