@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import classifier, cross_entropy, keras3
+from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import tfdpfl
 
 
-def train():
-    model = classifier()
+def train(model=None):
+    model = model or classifier()
     model.compile(optimizer=tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0), loss=cross_entropy())
-    x = np.ones((16, model.input_shape[1]), "float32")
+    x = np.ones((16, *model.input_shape[1:]), "float32")
     model.fit(x, np.zeros(16, "int32"), batch_size=8, verbose=0)
 
 
@@ -33,3 +34,12 @@ def test_graphs_of_a_training_end_with_its_model():
         train()
     of_a_plain_one = 1 if keras3() else 2  # Keras keeps as many of each training
     assert count_graphs() - before <= 2 * of_a_plain_one
+
+
+@pytest.mark.slow
+def test_nothing_of_a_loop_is_kept():
+    """TensorFlow keeps what tf.custom_gradient registers, with its graph, to the end of the process."""
+    keras, gradients = tf.keras, ops.gradient_registry._registry
+    before = set(gradients)
+    train(keras.Sequential([keras.Input((4, 2)), keras.layers.LSTM(3), keras.layers.Dense(3)]))
+    assert set(gradients) <= before

@@ -374,19 +374,27 @@ def _run(
     return now
 
 
-@tf.custom_gradient
+_PROBED = "TfdpflProbed"
+
+
 def _probed(x: tf.Tensor, items: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-    """x plus a list's element of this turn, which is zero, as its derivative says: it is neither made nor added."""
+    """x plus a list's element of this turn, which is zero, as its derivative says: it is neither made nor added.
 
-    def gradient(g: tf.Tensor) -> tuple:
-        none = tf.raw_ops.TensorListReserve(
-            element_shape=tf.raw_ops.TensorListElementShape(input_handle=items, shape_type=tf.int32),
-            num_elements=tf.raw_ops.TensorListLength(input_handle=items),
-            element_dtype=g.dtype,
-        )
-        return g, tf.raw_ops.TensorListSetItem(input_handle=none, index=turn, item=g), None
+    (TensorFlow would keep each use of tf.custom_gradient, and the graph that it is in, to the end of the process.)
+    """
+    with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _PROBED}):
+        return tf.identity_n([x, items, turn])[0]
 
-    return tf.identity(x), gradient
+
+@tf.RegisterGradient(_PROBED)
+def _gradient_of_probed(op: tf.Operation, g: tf.Tensor, *_: tf.Tensor | None) -> tuple:
+    _, items, turn = op.inputs
+    none = tf.raw_ops.TensorListReserve(
+        element_shape=tf.raw_ops.TensorListElementShape(input_handle=items, shape_type=tf.int32),
+        num_elements=tf.raw_ops.TensorListLength(input_handle=items),
+        element_dtype=g.dtype,
+    )
+    return g, tf.raw_ops.TensorListSetItem(input_handle=none, index=turn, item=g), None
 
 
 def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
