@@ -25,6 +25,7 @@ __all__ = [
     "gaussian_epsilon",
     "is_of_pld_alone",
     "leaves_of",
+    "mu_of_gaussians",
     "price",
 ]
 
@@ -406,7 +407,7 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
     if not leaves or guide == 0:
         return 0.0
     others = [(leaf, n) for leaf, n in leaves if not isinstance(leaf, dp_event.GaussianDpEvent)]
-    mu = _mu_of_gaussians(leaves)
+    mu = mu_of_gaussians(leaves)
     if not others:
         return gaussian_epsilon(mu, delta)
     left = delta - _ROUNDING_OF_A_STEP * sum(n for _, n in others)
@@ -420,7 +421,7 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
     return _composed_losses_epsilon(others, left, adjacency, interval)
 
 
-def _mu_of_gaussians(leaves: Leaves) -> float:
+def mu_of_gaussians(leaves: Leaves) -> float:
     """Returns 1/σ of the Gaussian that those among the events are together, whatever the adjacency."""
     from dp_accounting import dp_event
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdpfl import _formats
 from tfdpfl._frames import PLAN, callers, optimizer_of, running_fits
-from tfdpfl._types import Variable
+from tfdpfl._types import Model, Variable
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.clipping import tapes
@@ -203,8 +203,7 @@ class DPOptimizer:
     def build(self, variables):
         super().build(variables)
         self._dp.built_on = [weakref.ref(raw_variable(v)) for v in variables]
-        model = self._model_that_trains()
-        _past.note(self._dp, variables, model and model())
+        _past.note(self._dp, variables, self._model_that_trains())
         segments = self._dp.noise.segments
         if segments is not None and segments.table is None:
             with tf.init_scope():
@@ -237,7 +236,8 @@ class DPOptimizer:
             private = self._dp.update(loss, variables, table)
         except PrivacyError as error:  # without the walk through the graph, of which Keras 2 prints every line
             raise error.with_traceback(None) from None
-        model, own = self._model_that_trains(), weakref.ref(self)
+        trains, own = self._model_that_trains(), weakref.ref(self)
+        model = None if trains is None else weakref.ref(trains)
         trained = [weakref.ref(v) for v in variables]
 
         def ask():
@@ -248,7 +248,6 @@ class DPOptimizer:
                 optimizer._dp.check_finished(kept + (saved_weights(trains) if trains is not None else []))
 
         before_it_runs(loss.graph, ask)
-        trains = model and model()
         _past.note(self._dp, variables, trains)
         if _replicas.number() == 1:
             _past.take_in(self._dp, variables, trains)
@@ -286,11 +285,11 @@ class DPOptimizer:
         if isinstance(tape, tf.GradientTape) and tape._tape is not None:
             tapes.check_seen(tapes.unseen(tape, [loss]), variables)
 
-    def _model_that_trains(self) -> weakref.ref | None:
+    def _model_that_trains(self) -> Model | None:
         for frame in callers():
             for model in (frame.f_locals.get(name) for name in ("self", "model")):
                 if isinstance(model, self._dp_model) and optimizer_of(model) is self:
-                    return weakref.ref(model)
+                    return model
         return None
 
     def _built_on(self) -> list[Variable]:
@@ -298,8 +297,7 @@ class DPOptimizer:
 
     def _take_in(self) -> None:
         """Takes the steps of other optimizers on the same weights into the table, before it is saved."""
-        model = self._model_that_trains()
-        _past.take_in(self._dp, self._built_on(), model and model())
+        _past.take_in(self._dp, self._built_on(), self._model_that_trains())
 
     # -- what a user may read --------------------------------------------------------------------------------
 
@@ -417,8 +415,8 @@ class DPOptimizer:
         else:
             self._dp_ledger.assign(saved)
             model = self._model_that_trains()  # any of whose weights may have been moved by some of the steps
-            loaded = self._built_on() if model is None else _past.weights_of(model())
-            _past.note(self._dp, loaded, model and model())
+            loaded = self._built_on() if model is None else _past.weights_of(model)
+            _past.note(self._dp, loaded, model)
 
     def save_own_variables(self, store: Any) -> None:
         self._take_in()

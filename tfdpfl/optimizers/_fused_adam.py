@@ -34,7 +34,7 @@ class FusedAdam:
 
     Keras computes the moments and the weight op by op: twelve passes over all weights, and as many ops for each of
     them. TensorFlow has an op that does the same in one pass, to rounding: it rounds 1 - beta_2 to float32, which moves
-    an update by a few parts in 10⁵ of its size. Where this op does not fit, Keras's own update runs.
+    an update by a few parts in 10⁵ of its size. Keras's own update runs if the op does not fit.
     """
 
     amsgrad: bool  # the optimizer's own

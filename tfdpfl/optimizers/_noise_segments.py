@@ -26,7 +26,7 @@ from tfdpfl._types import DpEvent, Keywords
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
-from tfdpfl.accounting.pricing import leaves_of
+from tfdpfl.accounting.pricing import leaves_of, mu_of_gaussians
 from tfdpfl.accounting.sampling import BY_CODE
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.correlated import Stream
@@ -258,12 +258,14 @@ class NoiseSegments:
 
     def as_one_gaussian(self, counted: np.ndarray) -> float:
         """Returns the noise multiplier of one Gaussian mechanism that costs no less than what ran."""
-        multipliers = _of_gaussians(self.ledger(counted).dp_event)
-        if multipliers is None:  # it is amplified by sampling
+        gaussians = _of_gaussians(self.ledger(counted).dp_event)
+        if gaussians is None:  # it is amplified by sampling
             least, steps = float(counted[:, _step_table.MULTIPLIER].min()), int(counted[:, _step_table.STEPS].sum())
             run = CorrelatedRun(noise=self.noise, noise_multiplier=least, num_steps=steps)
-            multipliers = _of_gaussians(run.dp_event)
-        return 1 / math.sqrt(sum(z**-2 for z in multipliers)) if multipliers and min(multipliers) > 0 else 0.0
+            gaussians = _of_gaussians(run.dp_event)
+        if not gaussians or min(event.noise_multiplier for event, _ in gaussians) <= 0:
+            return 0.0
+        return 1 / mu_of_gaussians(gaussians)
 
     @staticmethod
     def _trainings(segments: _Segments, steps: dict[float, list[np.ndarray]]) -> list[_Training]:
@@ -303,17 +305,12 @@ class NoiseSegments:
         )  # fmt: skip
 
 
-def _of_gaussians(event: DpEvent) -> list[float] | None:
-    """Returns the noise multipliers of the Gaussian mechanisms that an event is made of; None if it is of others."""
+def _of_gaussians(event: DpEvent) -> list[tuple[DpEvent, int]] | None:
+    """Returns the Gaussian mechanisms that an event is made of, and how often each is; None if it is of others."""
     from dp_accounting import GaussianDpEvent
 
-    found: list[float] = []
-    for leaf, number in leaves_of(event):
-        gaussian = getattr(leaf, "gaussian", leaf)
-        if not isinstance(gaussian, GaussianDpEvent):
-            return None
-        found += [gaussian.noise_multiplier] * number
-    return found
+    found = [(getattr(leaf, "gaussian", leaf), number) for leaf, number in leaves_of(event) if number]
+    return found if all(isinstance(leaf, GaussianDpEvent) for leaf, _ in found) else None
 
 
 def unit_of(sampled: set[tuple]) -> str:
