@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 
 from tfdpfl._variables import in_memory
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 __all__ = ["announce", "may_mark", "of_batch", "unmarked", "weights"]
 
@@ -36,8 +33,6 @@ def announce() -> None:
 
 def announced() -> tf.Tensor:
     """Whether batches may hold blank rows, when the step runs. In other processes -0.0 is a number as any."""
-    import tensorflow as tf
-
     global _variable
     with _lock:
         if _variable is None:
@@ -47,15 +42,11 @@ def announced() -> tf.Tensor:
 
 def weights(count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
     """The sample weights of so many blank rows. From NumPy: Python's -0.0 is 0.0 to TensorFlow's cache of scalars."""
-    import tensorflow as tf
-
     return tf.fill([count], tf.constant(np.array(-0.0, dtype.as_numpy_dtype)))
 
 
 def unmarked(x: tf.Tensor) -> tf.Tensor:
     """The same numbers, none of which is the mark of a blank row."""
-    import tensorflow as tf
-
     return tf.where(tf.equal(x, 0), tf.zeros([], x.dtype), x)
 
 
@@ -66,8 +57,6 @@ def may_mark(spec: tf.TensorSpec | tf.Tensor) -> bool:
 
 def marked(x: tf.Tensor) -> tf.Tensor:
     """bool [rows]: whether each number is the mark of a blank row."""
-    import tensorflow as tf
-
     integer = {2: tf.int16, 4: tf.int32, 8: tf.int64}[x.dtype.size]
     return tf.equal(tf.bitcast(x, integer), tf.constant(integer.min, integer))
 
@@ -78,8 +67,6 @@ def of_batch(
     """Which of the ``size`` rows of a batch are blank, bool [size], as the tensors that came in with it say; and
     whether all that is marked is of this batch: a mark in a tensor of another length is of rows that are not known. Of
     ``weights``, which are known to be sample weights, every zero is of a blank row."""
-    import tensorflow as tf
-
     known = announced()
     blank, ours = tf.zeros([size], tf.bool), tf.constant(True)
     for x in tensors:

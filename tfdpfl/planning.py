@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import tensorflow as tf
+
 from tfdpfl import clips
 from tfdpfl._frames import PLAN, callbacks_of
 from tfdpfl._names import accept_old_names, unexpected
@@ -125,8 +127,6 @@ class PrivacyPlan:
         Raises:
           ValueError: an argument is the plan's to decide, or there is no such optimizer.
         """
-        import tensorflow as tf
-
         from tfdpfl.optimizers import make_dp_optimizer_class
 
         decided = self._settings
@@ -362,8 +362,6 @@ def _better(solved: Callable[[str], _Numbers], has_choice: bool) -> _Numbers:
 
 def _check_labels(spec: Nest) -> None:
     """Raises if the labels of (x, y) are words, of which no loss of Keras is a number."""
-    import tensorflow as tf
-
     labels = spec[1] if isinstance(spec, tuple) and len(spec) > 1 else None
     if any(label.dtype == tf.string for label in tf.nest.flatten(labels) if hasattr(label, "dtype")):
         raise ValueError(

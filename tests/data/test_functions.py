@@ -95,6 +95,12 @@ MEET = {
     "a slice drawn": (
         lambda: Dataset.range(N).map(lambda i: tf.slice(TABLE, [tf.random.uniform([], 0, N, tf.int32), 0], [1, 4])[0]
                                      ).batch(8), "reads rows at random"),
+    "a row drawn by weights": (
+        lambda: Dataset.range(N).map(lambda i: TABLE[tf.random.categorical(tf.zeros([1, N]), 1)[0, 0]]).batch(8),
+        "reads rows at random"),
+    "a row drawn by a truncated normal": (
+        lambda: Dataset.range(N).map(lambda i: TABLE[tf.cast(tf.random.truncated_normal([]) + 9, tf.int32)]).batch(8),
+        "reads rows at random"),
     "each row for two numbers": (
         lambda: Dataset.range(N).shuffle(N).map(lambda i: tf.gather(TABLE, i // 2)).batch(8), "for several numbers"),
     "the same in batches": (lambda: Dataset.range(N).batch(8).map(lambda i: tf.gather(TABLE, i % 60)), "for several"),
@@ -213,6 +219,7 @@ def test_what_is_drawn_from_is_looked_at_too():
 
 @pytest.mark.parametrize("data, why", [
     (lambda: ROWS.filter(lambda x, y: tf.random.uniform([]) < 0.9), "FilterDataset draws at random"),
+    (lambda: ROWS.filter(lambda x, y: tf.random.truncated_normal([]) < 0.9), "FilterDataset draws at random"),
     (lambda: Dataset.zip((ROWS, Dataset.random())).filter(lambda e, r: r > 9).map(lambda e, r: e), "Filter.* draws"),
     (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2, deterministic=False), r"\(deterministic=False\)"),
     (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2).with_options(unordered()), r"\(deterministic=False\)"),

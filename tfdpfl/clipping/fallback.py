@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.gradients import MaterializedGradient, Units, examples_first
-from tfdpfl.clipping.graph import is_call, key, within
+from tfdpfl.clipping.graph import is_call, is_random, key, within
 from tfdpfl.clipping.loss import PerExampleLoss
 from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import Batch, Size
@@ -50,7 +50,7 @@ class Replay:
         if any(_nests(op, self.a) for op in self.ops):  # TensorFlow's gradient of a copy was seen to be 0
             raise self._refusal("it holds a loop or a branch that uses weights, too")
         # Numbers drawn from a fixed seed are others, too, for one example's shape than for the batch's.
-        drawn = {op.type for op in within(self.ops) if look_up(op).random}
+        drawn = {op.type for op in within(self.ops) if is_random(op)}
         if again := drawn | {op.type for op in side_effects(self.ops) if not look_up(op).repeatable}:
             raise self._refusal(
                 f"it would draw or write ({', '.join(sorted(again))}) other values than it did for the loss",

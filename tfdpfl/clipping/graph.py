@@ -42,6 +42,8 @@ __all__ = [
     "is_branch",
     "is_call",
     "is_loop",
+    "is_random",
+    "is_seeded",
     "keep_graphs_around",
     "key",
     "known_entries",
@@ -377,6 +379,17 @@ def within(ops: Iterable[tf.Operation]) -> Iterable[tf.Operation]:
         yield op
         for body in body_graphs(op):
             yield from within(body.get_operations())
+
+
+def is_seeded(op: tf.Operation) -> bool:
+    """Whether TensorFlow seeds the op when it is traced."""
+    return "seed" in op.node_def.attr and "seed2" in op.node_def.attr
+
+
+def is_random(op: tf.Operation) -> bool:
+    """Whether the op gives out random numbers: it has a seed, or takes one in, or a generator's algorithm."""
+    inputs = {each.name for each in op.op_def.input_arg}
+    return "seed" in op.node_def.attr or not inputs.isdisjoint(["seed", "seed_generator", "alg", "algorithm"])
 
 
 def inner_call(op: tf.Operation) -> tuple[tf.Operation, list[int]] | None:

@@ -157,7 +157,6 @@ class Op:
       runs: the attributes that name the functions that the op runs.
       enters: whether the op gives out what the graph takes in from outside.
       reads: whether the op reads a variable, its first input, and writes to none.
-      random: whether the op gives out random numbers.
       movable: whether a copy may run elsewhere instead of the op, though it has a state, because no other op reads it.
       repeatable: whether the op may run as often as one likes, though it has a state.
     """
@@ -176,7 +175,6 @@ class Op:
     runs: tuple[str, ...] = ()
     enters: bool = False
     reads: bool = False
-    random: bool = False
     movable: bool = False
     repeatable: bool = False
 

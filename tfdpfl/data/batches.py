@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
+import tensorflow as tf
 
 from tfdpfl import _blanks
 from tfdpfl._types import Arrays, Dataset, Nest
@@ -34,7 +35,6 @@ from tfdpfl.data.users import Users, users_of
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
-    import tensorflow as tf
     from typing_extensions import Unpack
 
 __all__ = [
@@ -436,8 +436,6 @@ def _order_of(examples: Examples, among: int | None) -> int:
 
     Of others it is made from 64, and from ``among``, which workers have in common: each opens the data for itself. None
     makes it of this object alone."""
-    import tensorflow as tf
-
     number, found = examples.number, hashlib.sha256()
     if examples.in_memory:
         pieces = [np.arange(at, min(at + _HASHED, number)) for at in range(0, number, _HASHED)]
@@ -597,8 +595,6 @@ class _Pipeline:
         augment: Callable | None = None,
         copies: int = 1,
     ):
-        import tensorflow as tf
-
         self._examples, self._copies = examples, copies
         for name, function in (("map_fn", map_fn), ("augment", augment)):
             if function is not None and not callable(function):
@@ -618,14 +614,10 @@ class _Pipeline:
 
     @staticmethod
     def _blank(spec: Nest) -> Nest:
-        import tensorflow as tf
-
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), spec)
 
     def fills_empty(self, empty_batches: str, likely: bool) -> bool:
         """Whether all-zero examples of weight 0 are to stand for an empty draw."""
-        import tensorflow as tf
-
         if empty_batches == "zero_weight":
             self._check_weightable('empty_batches="zero_weight"', 'use "keep"')
         if empty_batches != "auto":
@@ -653,8 +645,6 @@ class _Pipeline:
             least: how many rows stand for an empty draw; with ``size``, how many all have. They are blank, of weight 0.
             size: the static number of rows; None where it varies.
         """
-        import tensorflow as tf
-
         if size is not None:
             self._check_weightable("truncated_batch_size", "leave it out")
         if least:
@@ -676,8 +666,6 @@ class _Pipeline:
         keep_source(dataset, self._examples, self._functions[0], users)
 
     def _batch(self, rows: Arrays, least: int, size: int | None) -> Nest:
-        import tensorflow as tf
-
         count = tf.shape(tf.nest.flatten(rows)[0])[0]
         total = count * self._copies
         mapped = self._mapped(rows, count)
@@ -688,8 +676,6 @@ class _Pipeline:
 
     def _filled(self, batch: Nest, total: tf.Tensor, more: tf.Tensor) -> Nest:
         """(x, y, weights) of a batch of so many rows with so many blank ones behind them."""
-        import tensorflow as tf
-
         floatx = tf.as_dtype(tf.keras.backend.floatx())
         x, y, weights = batch if self._weighted else (*batch, tf.ones([total], floatx))
 
@@ -704,8 +690,6 @@ class _Pipeline:
         return *tf.nest.map_structure(zeros, (x, y)), tf.nest.map_structure(marks, weights)
 
     def _mapped(self, rows: Arrays, count: tf.Tensor) -> Nest:
-        import tensorflow as tf
-
         map_fn, augment = self._functions
         if map_fn is None and augment is None:
             return self._copied(rows)
@@ -728,8 +712,6 @@ class _Pipeline:
         return tf.nest.map_structure(lambda t, s: tf.ensure_shape(t, [None, *s.shape]), batch, self._spec)
 
     def _copied(self, rows: Arrays) -> Nest:
-        import tensorflow as tf
-
         if self._copies == 1:
             return rows
         return tf.nest.map_structure(lambda leaf: tf.repeat(leaf, self._copies, axis=0), rows)

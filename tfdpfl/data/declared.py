@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Callable
 
+import tensorflow as tf
+
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 
@@ -207,8 +209,6 @@ def ancestors(dataset: Dataset, end: Dataset = None) -> list[Dataset]:
 
 def _goes_with_all(dataset: Dataset, each: Dataset) -> bool:
     """Whether a data set ends, and one of those that it is zipped from is a single element, repeated without end."""
-    import tensorflow as tf
-
     repeated = made_by(dataset, ("zip",)) and made_by(each, ("repeat",))
     if not repeated or not all(made_by(one, ("tensor",)) for one in inputs_of(each)):
         return False

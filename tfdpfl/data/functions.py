@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 
 from tfdpfl._types import Dataset
+from tfdpfl.clipping import graph as graph_tools
+from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.graph import body_graphs, constant, is_branch, is_random
+from tfdpfl.clipping.states import Batch, Mixed
 from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_of, passed_through, repeats
 from tfdpfl.errors import PrivacyError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
-
-    from tfdpfl.clipping.states import Mixed
 
 __all__ = [
     "changes_each_pass",
@@ -116,8 +115,6 @@ def _level_before(dataset: Dataset, source: Dataset, level: int | None) -> int |
 
 def rank_of(dataset: Dataset) -> int | None:
     """Returns the rank of the first part of each element, or None if it is not known."""
-    import tensorflow as tf
-
     shape = getattr(tf.nest.flatten(getattr(dataset, "element_spec", None))[0], "shape", None)
     return getattr(shape, "rank", None)
 
@@ -151,8 +148,6 @@ def _functions(dataset: Dataset) -> list[_Function]:
 
 def _numbers(dataset: Dataset) -> list[Dataset | None]:
     """Of each part of an element the data set of numbers (range, enumerate, counter) that it comes from, or None."""
-    import tensorflow as tf
-
     inputs = inputs_of(dataset)
     if not inputs and _are_numbers(dataset):
         return [dataset]
@@ -166,8 +161,6 @@ def _are_numbers(source: Dataset) -> bool:
     class of its own, and no end."""
     if made_by(source, ("tensorslice",)) is None and made_by(source, ("range", "scan")):
         return True
-    import tensorflow as tf
-
     with tf.init_scope():  # it may be asked where a function is traced
         number = int(source.cardinality())
     return name_of(source) == "VariantDataset" and (number == -1 or number > 2**62)  # -1 is endless
@@ -175,9 +168,7 @@ def _are_numbers(source: Dataset) -> bool:
 
 def _ops_behind(targets: Iterable[tf.Tensor]) -> dict[str, tf.Operation]:
     """The ops that decide the targets, by name; those that decide only their lengths do not count."""
-    from tfdpfl.clipping.graph import ancestors as ops_of
-
-    return ops_of(targets, follow=lambda t: t.op.type not in _SIZES)
+    return graph_tools.ancestors(targets, follow=lambda t: t.op.type not in _SIZES)
 
 
 def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
@@ -187,7 +178,7 @@ def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
 
 def _draws(targets: Iterable[tf.Tensor]) -> bool:
     """Whether random numbers decide the targets."""
-    return any(map(_is_random, _ops_behind(targets).values()))
+    return any(map(is_random, _ops_behind(targets).values()))
 
 
 # -- functions of batches ------------------------------------------------------------------------------------------
@@ -208,8 +199,7 @@ def _check_batches(dataset: Dataset, called: _Function) -> None:
 
 def _meetings(called: _Function) -> Iterator[str]:
     """Yields where examples meet in a function of a batch."""
-    from tfdpfl.clipping.batch_axis import BatchAxis
-    from tfdpfl.clipping.states import Batch, Mixed
+    from tfdpfl.clipping.states import Mixed
 
     names = {t.op.name for t in called.given if t.shape.rank != 0}
     axis = BatchAxis(called.graph, lambda t: Batch(0) if t.op.name in names else None, within=True)
@@ -271,8 +261,6 @@ def _made_up_sizes(given: list[tf.Tensor]) -> list[list[int]] | None:
 
 def _made_up(given: list[tf.Tensor], sizes: list[list[int]], first: int) -> list[tf.Tensor]:
     """Rows of numbers from 0 to 1, the first of which is another where ``first`` is 1."""
-    import tensorflow as tf
-
     random, made = np.random.default_rng(0), []
     for t, size in zip(given, sizes, strict=True):
         values = random.integers(0, 5, size) / 4
@@ -288,8 +276,6 @@ def _made_up(given: list[tf.Tensor], sizes: list[list[int]], first: int) -> list
 
 
 def _leaves(result: object) -> list[np.ndarray]:
-    import tensorflow as tf
-
     return [np.asarray(t) for t in tf.nest.flatten(result) if tf.is_tensor(t) and t.dtype != tf.variant]
 
 
@@ -314,8 +300,6 @@ def _of_values(graph: tf.Graph, state: Mixed, given: list[tf.Tensor]) -> bool:
 
 
 def _is_fixed(shape: tf.Tensor) -> bool:
-    from tfdpfl.clipping.graph import constant
-
     value = constant(shape)
     return value is not None and value.ndim == 1 and bool((value[1:] >= 0).all())
 
@@ -329,8 +313,6 @@ def _pads(dataset: Dataset, remedy: str) -> PrivacyError:
 
 
 def _check_padding(dataset: Dataset) -> None:
-    import tensorflow as tf
-
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
     if any(shape is not None and shape.rank is not None and None in shape[1:].as_list() for shape in shapes):
         raise _pads(dataset, "padded_batch(..., padded_shapes=...) with numbers in it")
@@ -338,8 +320,6 @@ def _check_padding(dataset: Dataset) -> None:
 
 def _check_inner_padding(dataset: Dataset, graph: tf.Graph) -> None:
     """As `_check_padding`, of data sets that a function makes (bucket_by_sequence_length)."""
-    from tfdpfl.clipping.graph import constant
-
     for op in graph.get_operations():
         if op.type.startswith("PaddedBatchDataset"):
             shapes = [constant(t) for t in op.inputs[2 : 2 + op.get_attr("N")]]
@@ -361,8 +341,6 @@ def _check_choice(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], who
 
 
 def _state_of(scan: Dataset) -> list:
-    import tensorflow as tf
-
     return tf.nest.flatten(scan._initial_state)
 
 
@@ -393,8 +371,6 @@ def _check_draws(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], numb
 def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: float) -> tf.Operation | None:
     """The op that reads at random from a table of so many rows; ``given`` says of inputs whether they are such a table,
     and whether they are random."""
-    from tfdpfl.clipping.graph import body_graphs, is_branch
-
     states: dict[str, tuple[bool, bool]] = {}
     for op in graph.get_operations():
         if op.name in given:
@@ -403,7 +379,7 @@ def _drawn_from(graph: tf.Graph, given: dict[str, tuple[bool, bool]], number: fl
         inputs = [states[t.op.name] for t in op.inputs]
         bodies = list(body_graphs(op))
         inner = [each for body in bodies for each in body.get_operations()]
-        random = any(drawn for _, drawn in inputs) or any(map(_is_random, [op, *inner]))
+        random = any(drawn for _, drawn in inputs) or any(map(is_random, [op, *inner]))
         if inputs and inputs[0][0] and random and _selects(op):
             return op
         handed = inputs[is_branch(op) :]
@@ -423,8 +399,6 @@ def _holds_table(op: tf.Operation, inputs: list[tuple[bool, bool]], number: floa
 
 def _selects(op: tf.Operation) -> bool:
     """Whether an op reads rows of its first input that others choose."""
-    from tfdpfl.clipping.graph import constant
-
     if op.type == "GatherV2":
         axis = constant(op.inputs[2])
         return op.get_attr("batch_dims") == 0 and (axis is None or int(axis) == 0)
@@ -460,8 +434,6 @@ def _chosen(
     graph: tf.Graph, given: tf.Tensor, index: tf.Tensor, numbers: Dataset, number: float, level: int
 ) -> np.ndarray:
     """Which row a function reads for each number; nothing if it is plainly the number itself."""
-    import tensorflow as tf
-
     if _kept_from(index) is given:
         return np.zeros(0)
     shape = [1] * level
@@ -482,11 +454,6 @@ def _kept_from(t: tf.Tensor, keeping: tuple[str, ...] = _KEEPING) -> tf.Tensor:
     while t.op.type in keeping and t.op.inputs:
         t = t.op.inputs[0]
     return t
-
-
-def _is_random(op: tf.Operation) -> bool:
-    generator = op.type.startswith(("Stateful", "Rng")) and op.type != "StatefulPartitionedCall"
-    return generator or "Random" in op.type
 
 
 def _is_long(t: tf.Tensor, number: float) -> bool:
@@ -617,8 +584,6 @@ def _paths(dataset: Dataset) -> list[list[Dataset]]:
 
 
 def _same(a: Dataset, b: Dataset) -> bool:
-    import tensorflow as tf
-
     if not made_by(a, ("tensorslice",)) and (_are_numbers(a) or made_by(a, ("random", "tensor"))):
         return False  # numbers that anyone knows; or one element, which every row may need
     if a is b:
@@ -649,7 +614,7 @@ def out_of_order(dataset: Dataset) -> str | None:
     for each in ancestors(dataset):
         functions = _functions(each)
         ops = [op for called in functions for op in called.graph.get_operations()]
-        draws = any(_is_random(op) or op.type.startswith("ShuffleDataset") for op in ops)
+        draws = any(map(is_random, ops))
         draws |= bool(functions) and any(made_by(before, ("random",)) for before in ancestors(each))
         if draws and made_by(each, ("flatmap", "map")) != "map":
             return f"{name_of(each)} draws at random which examples come"
@@ -668,8 +633,6 @@ def changes_each_pass(dataset: Dataset, made: tf.Tensor) -> bool:
 def _renewed(dataset: Dataset) -> list[bool]:
     """Of each part of an element whether an example may have another value in each pass: a number by its place in an
     order that is another one (enumerate after shuffle), or a number that is drawn."""
-    import tensorflow as tf
-
     inputs, parts = inputs_of(dataset), len(tf.nest.flatten(dataset.element_spec))
     kind = made_by(dataset, ("cache", "zip", "flatmap", "map", "scan", *_SELECTING))
     before = [anew for each in inputs for anew in _renewed(each)]
@@ -686,8 +649,6 @@ def _renewed(dataset: Dataset) -> list[bool]:
 
 def _renewed_side_by_side(inputs: list[Dataset], before: list[bool]) -> list[bool]:
     """As `_renewed`, of a zip: what keeps its order meets other examples, if the other side comes in another order."""
-    import tensorflow as tf
-
     moved = [_comes_in_another_order(each) for each in inputs]
     of_parts = [m for m, each in zip(moved, inputs, strict=True) for _ in tf.nest.flatten(each.element_spec)]
     return [anew or (any(moved) and not m) for anew, m in zip(before, of_parts, strict=True)]
@@ -705,8 +666,6 @@ def _comes_in_another_order(dataset: Dataset) -> bool:
 
 def hands_on_early(dataset: Dataset, among: list[Dataset]) -> Dataset | None:
     """Returns the first of some transformations of a data set whose threads do not keep the order."""
-    import tensorflow as tf
-
     with tf.init_scope():
         determined = dataset.options().deterministic
     kept = {"false": False, "default": determined}
@@ -719,8 +678,6 @@ def hands_on_early(dataset: Dataset, among: list[Dataset]) -> Dataset | None:
 def numbering(dataset: Dataset, made: tf.Tensor) -> tuple[int, Dataset] | None:
     """Returns the first number, and the data set whose elements are numbered, if what a function makes of the elements
     of a data set is their number (enumerate); None if it is something else, or more than the number decides it."""
-    import tensorflow as tf
-
     at = _kept_from(made, (*_KEEPING, "AsString"))
     of = next((of for t, of in zip(made.graph.inputs, _numbers(dataset), strict=False) if t is at), None)
     zips = [inputs_of(each) for each in ancestors(dataset) if made_by(each, ("zip",))]
@@ -734,8 +691,6 @@ def numbering(dataset: Dataset, made: tf.Tensor) -> tuple[int, Dataset] | None:
 
 def number_apart(one: tuple[int, Dataset], other: tuple[int, Dataset]) -> bool:
     """Whether two numberings give no two examples one number, and no example two. True also if that does not show."""
-    import tensorflow as tf
-
     with tf.init_scope():  # it is asked where a function is traced
         lengths = [int(side.cardinality()) for _, side in (one, other)]
         ids = [range(s, s + (n if n >= 0 else 2**62)) for (s, _), n in zip((one, other), lengths, strict=True)]

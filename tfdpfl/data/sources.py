@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.data.functions import check_apart, check_once
 
 if TYPE_CHECKING:
-    import tensorflow as tf
     from numpy.typing import DTypeLike
 
 __all__ = ["Examples", "examples_of", "of_batches"]
@@ -40,8 +40,6 @@ class Examples:
 
 def examples_of(data: Arrays) -> Examples:
     """Holds what `poisson_batches` takes, looked at once; so looked at, it is taken again."""
-    import tensorflow as tf
-
     if isinstance(data, Examples):
         return data
     with tf.device("CPU:0"):
@@ -56,8 +54,6 @@ def examples_of(data: Arrays) -> Examples:
 
 
 def _gathered(data: Arrays) -> Examples:
-    import tensorflow as tf
-
     spec = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), data)
     take = lambda numbers: tf.nest.map_structure(lambda leaf: tf.gather(leaf, numbers), data)  # noqa: E731
     return Examples(_common_length([int(leaf.shape[0]) for leaf in tf.nest.flatten(data)]), spec, take)
@@ -78,8 +74,6 @@ def _on_disk(value: object) -> bool:
 
 
 def _from_disk(leaves: Nest) -> Examples:
-    import tensorflow as tf
-
     flat = [leaf.value for leaf in tf.nest.flatten(leaves)]
     flat = [value if _on_disk(value) else _as_tensor(_Leaf(value)).numpy() for value in flat]
     number = _common_length([len(value) for value in flat])
@@ -103,16 +97,12 @@ def _rows(value: Arrays, numbers: np.ndarray) -> np.ndarray:
 
 def of_batches() -> tuple[type, ...]:
     """Returns the kinds of data whose batches `fit` puts in another order in every epoch, unless ``shuffle=False``."""
-    import tensorflow as tf
-
     kinds = [getattr(tf.keras.utils, name, None) for name in ("PyDataset", "Sequence")]
     return tuple(kind for kind in kinds if kind is not None)
 
 
 def _gives_single_examples(data: Arrays) -> bool:
     """Whether it is no array and no structure of arrays, but has a length and gives examples by number."""
-    import tensorflow as tf
-
     if isinstance(data, of_batches()):
         raise ValueError(
             f"{type(data).__name__} gives whole batches, and each draw of one example would read a whole batch. Give "
@@ -133,8 +123,6 @@ def _gives_single_examples(data: Arrays) -> bool:
 
 
 def _from_rows(source: Dataset) -> Examples:
-    import tensorflow as tf
-
     if len(source) == 0:
         raise ValueError("The source must hold at least one example, got a length of 0.")
     first = tf.nest.map_structure(lambda leaf: _cell(leaf.value), _normalised(_example(source, 0)))
@@ -181,8 +169,6 @@ def _cell(value: object) -> np.ndarray:
 
 def _called(read: Callable[[np.ndarray], list[np.ndarray]], specs: list[Nest], structure: Nest) -> Callable:
     """``read`` as a function of tensors."""
-    import tensorflow as tf
-
     kinds = [object if spec.dtype == tf.string else spec.dtype.as_numpy_dtype for spec in specs]
 
     def typed(numbers: np.ndarray) -> list[np.ndarray]:
@@ -203,8 +189,6 @@ def _called(read: Callable[[np.ndarray], list[np.ndarray]], specs: list[Nest], s
 
 def _type_in_fit(dtype: DTypeLike) -> tf.DType:
     """The type that `fit` gives to an array: float64 becomes Keras's floatx."""
-    import tensorflow as tf
-
     dtype = np.dtype(dtype)
     if dtype == np.float64:
         return tf.as_dtype(tf.keras.backend.floatx())
@@ -262,8 +246,6 @@ def _array_of_table(table: Nest) -> np.ndarray:
 
 
 def _as_tensor(leaf: _Leaf) -> tf.Tensor:
-    import tensorflow as tf
-
     value = leaf.value
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
@@ -290,8 +272,6 @@ def _as_tensor(leaf: _Leaf) -> tf.Tensor:
 
 
 def _from_dataset(dataset: tf.data.Dataset) -> Dataset:
-    import tensorflow as tf
-
     leaves = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(spec, tf.TensorSpec) for spec in leaves):
         raise ValueError(f"The dataset must have dense tensors as elements, got {dataset.element_spec}.")

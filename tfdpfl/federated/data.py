@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
@@ -17,7 +18,6 @@ from tfdpfl.data.functions import check_apart
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
-    import tensorflow as tf
     from numpy.typing import ArrayLike
 
 __all__ = ["ClientDatasets", "from_arrays", "from_partition", "once", "partition_iid"]
@@ -68,8 +68,6 @@ class ClientDatasets(Mapping):
     def __getitem__(self, client_id: str) -> tf.data.Dataset:
         if client_id not in self._known:
             raise KeyError(f"no client {client_id!r} among {len(self)}")
-        import tensorflow as tf
-
         if not tf.executing_eagerly():  # asked for the element_spec while a graph is traced, with which it would end
             return self._make(client_id)
         if client_id not in self._made:
@@ -162,8 +160,6 @@ def from_partition(
     Raises:
       ValueError: the arrays' lengths differ, a row number is out of range, or a client has no rows.
     """
-    import tensorflow as tf
-
     data = tf.nest.map_structure(_array, arrays if not isinstance(arrays, list) else tuple(arrays))
     lengths = sorted({len(leaf) for leaf in tf.nest.flatten(data)} | ({_rows} if _rows is not None else set()))
     if len(lengths) != 1:
@@ -205,8 +201,6 @@ def partition_iid(num_examples: int, num_clients: int, seed: int | None = None) 
 
 
 def _array(values: Arrays) -> np.ndarray:
-    import tensorflow as tf
-
     values = np.asarray(values)
     if not values.ndim:
         raise ValueError("arrays must have a row for each example, got a single value. Give a list or an array.")
@@ -227,14 +221,10 @@ def _finite(client: object, dataset: tf.data.Dataset) -> int:
 
 
 def _rows(batches: Arrays) -> int:
-    import tensorflow as tf
-
     return sum(int(tf.nest.flatten(batch)[0].shape[0]) for batch in batches)
 
 
 def _ranks(spec: Nest) -> list[int | None]:
-    import tensorflow as tf
-
     return [leaf.shape.rank for leaf in tf.nest.flatten(spec)]
 
 
@@ -253,8 +243,6 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
         is in it more than once, and what protects each of a batch's rows protects no example. Or examples meet in it.
       ValueError: it is infinite.
     """
-    import tensorflow as tf
-
     own = "the process makes the passes over a client's data (local_steps, local_epochs)"
     if repeats(dataset):
         raise PrivacyError(

@@ -28,7 +28,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tfdpfl._variables import in_memory
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import body_graphs, is_branch, is_call
+from tfdpfl.clipping.graph import body_graphs, is_branch, is_call, is_seeded
 from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import Batch, Items
 from tfdpfl.errors import PrivacyError
@@ -74,7 +74,7 @@ def make_secret(loss: tf.Tensor, source: Source) -> None:
 
 def _mix(op: tf.Operation, bits: Callable[[], tf.Tensor]) -> None:
     """Makes what one op draws from secret."""
-    if _is_seeded(op):
+    if is_seeded(op):
         for name in _SEEDS:
             op._set_attr(name, attr_value_pb2.AttrValue(i=_new_seed()))
     at = _key_input(op)
@@ -134,7 +134,7 @@ def draws_by_example(loss: tf.Tensor, analysis: BatchAxis, secret: bool) -> bool
 def _look(view: BatchAxis, ops: Iterable[tf.Operation], secret: bool, outermost: bool) -> bool:
     found = False
     for op in ops:
-        draws = _is_seeded(op) or _key_input(op) is not None
+        draws = is_seeded(op) or _key_input(op) is not None
         if draws and isinstance(view[op.outputs[0]], Batch | Items):
             found = True
             if secret:
@@ -169,11 +169,6 @@ def _check_seed(op: tf.Operation, outermost: bool) -> None:
             "in, and that somebody may know. One example less moves all later examples to other places. Draw without a "
             "seed (tf.random.normal(shape)), or outside of it."
         )
-
-
-def _is_seeded(op: tf.Operation) -> bool:
-    """Returns whether TensorFlow seeds an op when it is traced."""
-    return set(_SEEDS) <= set(op.node_def.attr)
 
 
 def _key_input(op: tf.Operation) -> int | None:

@@ -40,12 +40,12 @@ def candidates(view, op, states):
 
 # These draw from a kernel's own state, and write nothing that another op reads.
 teach("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt",
-      moves=Move(drawn, data=None), random=True, movable=True)  # fmt: skip
+      moves=Move(drawn, data=None), movable=True)  # fmt: skip
 teach(
     *"""StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2
     StatelessTruncatedNormal StatelessTruncatedNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
     StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniform StatefulStandardNormalV2
-    StatefulTruncatedNormal""".split(), moves=Move(drawn, data=None), random=True)  # fmt: skip
+    StatefulTruncatedNormal""".split(), moves=Move(drawn, data=None))  # fmt: skip
 teach("RandomShuffle", moves=moves_examples(shuffled))
 teach("RngReadAndSkip", moves=Move(skipped, data=None))
 teach("LogUniformCandidateSampler", "UniformCandidateSampler", "FixedUnigramCandidateSampler", moves=Move(candidates))
