@@ -190,12 +190,17 @@ def test_what_has_no_bound_or_no_price_is_refused(adapt, kind, message):
         adapt(np.ones((5, 2)))
 
 
+def copied(text):
+    return tf.data.Dataset.from_tensors(text).repeat(99)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (lambda: tf.data.Dataset.from_tensor_slices([["a"] * 200, ["Ada"] * 200]), "batch"),
         (lambda: tf.data.Dataset.from_tensor_slices([["a"], ["b"]]).batch(2).unbatch(), "batch"),
         (lambda: tf.data.Dataset.from_tensor_slices(["a", "b"]).repeat(99).batch(9), "repeat"),
+        (lambda: tf.data.Dataset.from_tensor_slices(["a", "b"]).flat_map(copied).batch(9), "makes copies"),
         (lambda: poisson_batches((["a", "b"], [0, 1]), 1.0, steps=99).map(lambda x, y: x), "several times"),
         (lambda: tf.data.Dataset.from_tensor_slices((["a", "b"], [0, 1])).batch(2), "one tensor"),
     ],

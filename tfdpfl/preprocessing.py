@@ -23,7 +23,7 @@ from tfdpfl.accounting.calibration import gaussian_noise_multiplier
 from tfdpfl.accounting.pricing import check_delta
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.data import made_from, passed_through
-from tfdpfl.data.functions import check_apart, check_once
+from tfdpfl.data.functions import check_apart, check_no_copies
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
@@ -153,7 +153,7 @@ def _check_batched(data: tf.data.Dataset) -> None:
             "The data set was made from batches of tfdpfl.data, which draw an example several times or not at all. "
             "The noise is for examples that come once. Give adapt the data that the batches were made from."
         )
-    check_once(data, "the noise is for examples that come once")
+    check_no_copies(data, "the noise is for examples that come once")
     check_apart(data)
     if passed_through(data, ("unbatch", "batch")) in (None, "unbatch"):
         raise PrivacyError(

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdpfl.data import poisson_batches
-from tfdpfl.data.functions import check_apart, check_once, out_of_order
+from tfdpfl.data.functions import check_apart, check_no_copies, check_once, out_of_order
 from tfdpfl.errors import PrivacyError
 
 N = 64
@@ -236,3 +236,63 @@ def unordered():
     options = tf.data.Options()
     options.deterministic = False
     return options
+
+
+ONLY_X, ONLY_Y = Dataset.from_tensor_slices(X), Dataset.from_tensor_slices(Y)
+BY_HAND = Dataset.from_tensor_slices((X.reshape(16, 4, 4), Y.reshape(16, 4)))
+NAMES = Dataset.from_tensor_slices(["one file", "another"])
+
+
+def doubled(x, y):
+    return tf.stack([x, -x]), tf.stack([y, y])
+
+
+def both(x, y):
+    return Dataset.from_tensor_slices(doubled(x, y))
+
+
+def joined(x, y):
+    return tf.concat([x, x], 0), tf.concat([y, y], 0)
+
+
+COPIES = {
+    "repeated inside": lambda: ROWS.flat_map(lambda *e: Dataset.from_tensors(e).repeat(3)),
+    "stacked": lambda: ROWS.flat_map(both),
+    "stacked in turns": lambda: ROWS.interleave(both, num_parallel_calls=2).prefetch(1),
+    "stacked features": lambda: ONLY_X.flat_map(lambda x: Dataset.from_tensor_slices(tf.stack([x, x]))),
+    "stacked labels": lambda: ONLY_Y.flat_map(lambda y: Dataset.from_tensor_slices(tf.stack([y, y]))),
+    "with numbers": lambda: ROWS.enumerate().flat_map(lambda i, e: both(*e)),
+    "one for each of several numbers": lambda: ROWS.flat_map(lambda *e: Dataset.range(3).map(lambda i: e)),
+    "parts with one label": lambda: ROWS.flat_map(
+        lambda x, y: Dataset.from_tensor_slices((tf.reshape(x, [2, 2]), tf.repeat(y, 2)))),
+    "a batch twice": lambda: ROWS.batch(8).flat_map(lambda x, y: Dataset.from_tensor_slices(joined(x, y))),
+    "taken apart": lambda: ROWS.map(doubled).unbatch(),
+    "taken apart later": lambda: ROWS.map(doubled).map(lambda x, y: (2 * x, y)).prefetch(2).unbatch().batch(8),
+    "batches taken apart": lambda: ROWS.batch(8).map(joined).unbatch(),
+    "labels taken apart": lambda: ONLY_Y.map(lambda y: tf.stack([y, y])).unbatch(),
+    "files read twice": lambda: NAMES.interleave(lambda f: tf.data.TextLineDataset(f).repeat(2)),
+}  # fmt: skip
+SINGLE = {
+    "the batches of a generator": lambda: Dataset.from_generator(
+        lambda: iter([(X, Y)]), output_signature=(tf.TensorSpec([None, 4]), tf.TensorSpec([None]))
+    ).map(lambda x, y: (x / 2, y)).unbatch(),
+    "files": lambda: NAMES.interleave(tf.data.TextLineDataset, num_parallel_calls=2),
+    "files with a label": lambda: Dataset.from_tensor_slices((["a", "b"], [0, 1])).flat_map(
+        lambda f, y: tf.data.TextLineDataset(f).map(lambda t: (t, y))),
+    "shards": lambda: Dataset.range(4).interleave(lambda i: ROWS.shard(4, i)),
+    "batches": lambda: ROWS.batch(8).flat_map(lambda x, y: Dataset.from_tensor_slices((x / 2, y))),
+    "one of each": lambda: ROWS.flat_map(lambda *e: Dataset.from_tensors(e).filter(rare)),
+    "two views of an example": lambda: ROWS.map(lambda x, y: (tf.stack([x, -x]), y)).batch(8).unbatch(),
+    "batches that were made by hand": lambda: BY_HAND.map(lambda x, y: (x / 2, y)).unbatch(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_that_a_function_makes_of_an_example_are_refused(name):
+    with pytest.raises(PrivacyError, match=r"makes copies.* and each label is released by itself"):
+        check_no_copies(COPIES[name](), "each label is released by itself")
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_element_of_each_row_is_taken(name):
+    check_no_copies(SINGLE[name](), "each label is released by itself")

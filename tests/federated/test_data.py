@@ -66,3 +66,13 @@ def test_bad_input_is_named_with_its_mend(make, words):
 def test_an_unknown_client_is_named():
     with pytest.raises(KeyError, match="no client 'z'"):
         fd.from_arrays(X, IDS)["z"]
+
+
+def test_copies_of_a_clients_examples_are_refused():
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    copied = rows.flat_map(lambda *row: tf.data.Dataset.from_tensors(row).repeat(3))
+    assert fd.once("a", rows.batch(4))[1] == 12
+    with pytest.raises(ValueError, match=r"FlatMapDataset makes copies.* each row of a batch is protected by itself"):
+        fd.once("a", copied.batch(4))

@@ -76,3 +76,25 @@ def test_a_dataset_through_priors_and_bins():
 def test_datasets_that_cannot_be_read_once_are_refused(dataset, message):
     with pytest.raises(ValueError, match=message):
         randomized_response(dataset(), 1.0, 3)
+
+
+def two_of_each(x, y):
+    return tf.stack([x, -x]), tf.stack([y, y])
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda rows: rows.flat_map(lambda *e: tf.data.Dataset.from_tensors(e).repeat(3)),
+        lambda rows: rows.map(two_of_each),
+        lambda rows: rows.batch(4).map(lambda x, y: (tf.concat([x, -x], 0), tf.concat([y, y], 0))),
+    ],
+)
+def test_a_label_that_is_copied_before_its_release_is_refused(copied):
+    rows, mechanism = tf.data.Dataset.from_tensor_slices(float_blobs(12)), RandomizedResponse(1.0, 3)
+    with pytest.raises(ValueError, match=r"makes copies.* before this step, and make copies of what comes out"):
+        mechanism.fit_transform(copied(rows))
+    with pytest.raises(ValueError, match="makes copies"):
+        LabelPrivacy(1.0, 3).cached(copied(rows))
+    assert mechanism.releases_ == 0
+    assert len([*copied(mechanism.fit_transform(rows))]) > 2  # what was released may be copied

@@ -20,6 +20,7 @@ from tfdpfl.errors import PrivacyError
 __all__ = [
     "changes_each_pass",
     "check_apart",
+    "check_no_copies",
     "check_once",
     "hands_on_early",
     "number_apart",
@@ -51,6 +52,8 @@ _SELECTING = (
     "skip", "shard", "filter", "takewhile", *SHUFFLES,
 )  # fmt: skip
 _PLACES = ("take", "skip", "shard")
+# What a map before it made has been put into other elements, or was one of them already.
+_MANY = ("batch", "padded", "unbatch", "flatmap", "interleave", "window", "zip", "concatenate", "directed", "groupby")
 _CHOOSING = ("filter", "takewhile", "window", "directed")
 
 
@@ -67,6 +70,22 @@ def check_once(dataset: Dataset, draws: str) -> None:
         )
     for each in ancestors(dataset):
         _check_joined(each)
+
+
+def check_no_copies(dataset: Dataset, draws: str) -> None:
+    """Raises as `check_once` does, and if TensorFlow shows that a function makes several elements of one example.
+
+    Args:
+        draws: What comes of each element, for the error.
+    """
+    check_once(dataset, draws)
+    for each in ancestors(dataset):
+        if any(_copies(each, called, rank) for called, rank in _made_of_one(each)):
+            raise PrivacyError(
+                f"{name_of(each)} makes copies: several of its elements come from one row, and {draws}, so an example "
+                "would cost more than ε says. Give the data set from before this step, and make copies of what comes "
+                "out."
+            )
 
 
 def check_apart(dataset: Dataset, number: float = math.inf, batched: bool | None = None) -> None:
@@ -220,6 +239,13 @@ _READS = (
     "Assert", "Case", "HashTable", "If", "LookupTable", "MutableHashTable", "Partitioned", "Placeholder",
     "ReadVariable", "ResourceGather", "StatefulPartitioned", "Stateless", "TensorList", "VarHandle", "While",
 )  # fmt: skip
+# Those of data sets that only hand on what they are given.
+_OF_SETS = (
+    *_READS, "BatchDataset", "CacheDataset", "ConcatenateDataset", "EnumerateDataset", "FilterDataset",
+    "FlatMapDataset", "MapDataset", "OptionsDataset", "ParallelBatchDataset", "ParallelMapDataset", "PrefetchDataset",
+    "RangeDataset", "ShardDataset", "SkipDataset", "TakeDataset", "TensorDataset", "TensorSliceDataset", "ZipDataset",
+    "DummyIterationCounter", "DummyMemoryCache", "UnbatchDataset",
+)  # fmt: skip
 _LARGEST = 1 << 22  # numbers in a made-up batch
 
 
@@ -239,24 +265,33 @@ def _moves_others(called: _Function) -> bool:
     return not all(_alike(one[1:], other[1:]) for one, other in pairs if one.shape == other.shape)
 
 
-def _gives_the_same_again(graph: tf.Graph) -> bool:
+def _gives_the_same_again(graph: tf.Graph, reads: tuple[str, ...] = _READS) -> bool:
     """Whether a function may be called for a trial: it draws nothing, calls no Python and writes nothing."""
     from tensorflow.python.framework import op_def_registry
 
+    defined = {kind: op_def_registry.get(kind) for kind in _kinds(graph) if not kind.startswith(reads)}
+    return not any(of is None or of.is_stateful or "Random" in kind for kind, of in defined.items())
+
+
+def _kinds(graph: tf.Graph) -> set[str]:
+    """The types of a graph's ops, and of those of the functions that it calls."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
-    kinds = {node.op for node in nodes} - {f.signature.name for f in definition.library.function}
-    defined = {kind: op_def_registry.get(kind) for kind in kinds if not kind.startswith(_READS)}
-    return not any(of is None or of.is_stateful or "Random" in kind for kind, of in defined.items())
+    return {node.op for node in nodes} - {f.signature.name for f in definition.library.function}
 
 
 def _made_up_sizes(given: list[tf.Tensor]) -> list[list[int]] | None:
     """Sizes of tensors for a batch of several rows; None if they are not known, or too large."""
+    sizes = _sizes_of(given)
+    return None if sizes is None or {size[0] for size in sizes if size} in (set(), {1}) else sizes
+
+
+def _sizes_of(given: list[tf.Tensor]) -> list[list[int]] | None:
+    """Sizes of tensors, with a number of rows that is made up; None if they are not known, or too large."""
     if any(t.shape.rank is None or t.dtype.name == "variant" for t in given):
         return None
     sizes = [[n or 4 for n in t.shape.as_list()] for t in given]
-    rows = {size[0] for size in sizes if size}
-    return None if rows in (set(), {1}) or any(math.prod(size) > _LARGEST for size in sizes) else sizes
+    return None if any(math.prod(size) > _LARGEST for size in sizes) else sizes
 
 
 def _made_up(given: list[tf.Tensor], sizes: list[list[int]], first: int) -> list[tf.Tensor]:
@@ -462,6 +497,48 @@ def _is_long(t: tf.Tensor, number: float) -> bool:
         shapes = [[d.size for d in entry.shape.dim] for entry in data.shape_and_type] if data is not None else []
         return any(shape and shape[0] >= number for shape in shapes)
     return bool(t.shape.rank) and t.shape[0] is not None and t.shape[0] >= number
+
+
+# -- how many elements are made of one ----------------------------------------------------------------------------
+
+
+def _made_of_one(dataset: Dataset) -> Iterator[tuple[_Function, int | None]]:
+    """Yields the functions that make several elements of one, with the rank of the first part of what they are given:
+    those of flat_map and interleave, and those of maps whose results are taken apart."""
+    kind = made_by(dataset, ("unbatch", "flatmap", "interleave"))
+    if kind != "unbatch":
+        yield from ((called, rank_of(inputs_of(dataset)[0])) for called in _functions(dataset) if kind)
+        return
+    for before in ancestors(dataset)[1:]:
+        if made_by(before, _MANY):
+            return
+        yield from (
+            (called, rank_of(inputs_of(before)[0])) for called in _functions(before) if made_by(before, ("map",))
+        )
+
+
+def _copies(dataset: Dataset, called: _Function, rank: int | None) -> bool:
+    """Whether a function makes more elements of one than this has rows: then one row of it is in several."""
+    return any(kind.startswith("RepeatDataset") for kind in _kinds(called.graph)) or _makes_more(dataset, called, rank)
+
+
+def _makes_more(dataset: Dataset, called: _Function, rank: int | None) -> bool:
+    """Whether a function makes more elements than it is given rows, as made-up rows show."""
+    import tensorflow as tf
+
+    after, sizes = rank_of(dataset), _sizes_of(called.given)
+    only_numbers = all(numbers is not None for _, numbers in called.numbered)
+    if sizes is None or only_numbers or None in (rank, after) or not _gives_the_same_again(called.graph, _OF_SETS):
+        return False
+    rows = min(size[0] for size in sizes if size) if after < rank else 1
+    try:
+        first = tf.nest.flatten(called.call(*_made_up(called.given, sizes, 0)))[0]
+        if first.dtype != tf.variant:
+            return int(tf.shape(first)[0]) > rows
+        elements = tf.data.experimental.from_variant(first, dataset.element_spec)
+        return sum(1 for _ in elements.take(rows + 1)) > rows
+    except Exception:  # of TensorFlow's, or of the function's own checks
+        return False
 
 
 # -- what is joined ------------------------------------------------------------------------------------------------

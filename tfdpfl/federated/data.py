@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdpfl._types import Arrays, Dataset, Nest
 from tfdpfl.accounting import _checks
 from tfdpfl.data.declared import repeats
-from tfdpfl.data.functions import check_apart
+from tfdpfl.data.functions import check_apart, check_no_copies
 from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -265,5 +265,6 @@ def once(client: str, dataset: Dataset, most: int | None = None) -> tuple[Arrays
             f"once, since {own}; or correct num_examples."
         )
     if is_dataset:
+        check_no_copies(dataset, "each row of a batch is protected by itself")
         check_apart(dataset, found, batched=True)
     return kept, found

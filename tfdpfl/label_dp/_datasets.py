@@ -47,18 +47,27 @@ def with_labels(dataset: tf.data.Dataset, release: Callable[[Arrays, np.ndarray]
     return tf.data.Dataset.zip((kept, places)).map(replace)
 
 
+def _taken_apart(dataset: tf.data.Dataset, spec: Arrays) -> tf.data.Dataset:
+    """The dataset of single labels, for one of batches."""
+    labels = spec[1] if isinstance(spec, tuple) else spec
+    try:
+        return dataset.unbatch() if labels.shape.rank else dataset
+    except (TypeError, ValueError):  # the features of an example are no rows
+        return dataset
+
+
 def _read(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, np.ndarray | None, np.ndarray, list[tuple]]:
     """The dataset in memory, its features if they are one array, its labels, and each element's shape of labels."""
     import tensorflow as tf
 
-    from tfdpfl.data.functions import check_once
+    from tfdpfl.data.functions import check_no_copies
 
     spec = dataset.element_spec
     if isinstance(spec, dict) or (isinstance(spec, tuple) and len(spec) not in (2, 3)):
         raise ValueError(
             f"The dataset must have labels or (x, y) or (x, y, sample_weight) as elements, got {spec}: map it to that."
         )
-    check_once(dataset, "each label is released by itself")
+    check_no_copies(_taken_apart(dataset, spec), "each label is released by itself")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError("The dataset must be finite, got an infinite one; bound it with .take(n).")
     # One whole pass fills the cache; from then on its order is fixed, and the labels line up.
