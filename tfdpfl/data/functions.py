@@ -528,7 +528,9 @@ def _makes_more(dataset: Dataset, called: _Function, rank: int | None) -> bool:
 
     after, sizes = rank_of(dataset), _sizes_of(called.given)
     only_numbers = all(numbers is not None for _, numbers in called.numbered)
-    if sizes is None or only_numbers or None in (rank, after) or not _gives_the_same_again(called.graph, _OF_SETS):
+    if sizes is None or rank is None or after is None or only_numbers:
+        return False
+    if not _gives_the_same_again(called.graph, _OF_SETS):
         return False
     rows = min(size[0] for size in sizes if size) if after < rank else 1
     try:
