@@ -117,6 +117,33 @@ def test_no_answer_within_the_budget_is_an_error():
         flow(ConfidentGNMax(1e6, 1.0, 1.0)).fit(X)
 
 
+def test_queries_that_nobody_answered_have_a_price():
+    pate = flow(ConfidentGNMax(1e6, 10.0, 10.0))
+    with pytest.raises(ValueError, match=rf"Its {len(X)} queries have cost ε: add answers_.dp_event"):
+        pate.fit(X)
+    assert pate.report().queries == len(X) and pate.report().epsilon > 1
+    with pytest.raises(ValueError, match="lower the threshold.$"):
+        flow(GNMax(1.0), budget=0.1).fit(X)
+
+
+@pytest.mark.slow
+def test_an_interactive_fit_that_is_interrupted_keeps_what_it_released():
+    def interrupted():
+        model = student_fn()
+        model.fit = fails
+        return model
+
+    def fails(*_, **__):
+        raise KeyboardInterrupt
+
+    pate = flow(InteractiveGNMax(60, 10, 10, seed=0), interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pate.fit(X)
+    assert len(pate.answers_) == len(X) // 5 and pate.report().epsilon > 0
+    with pytest.raises(ValueError, match=rf"fit has released {len(X) // 5} answers already"):
+        pate.fit(X)
+
+
 @pytest.mark.slow
 @pytest.mark.one_stack
 def test_interactive_asks_less_once_the_student_has_learnt():

@@ -5,6 +5,8 @@ import pytest
 import tensorflow as tf
 from pate_cases import CLASSES, FEATURES, X40, Y40, Net, blobs, dense_model, quick, subclassed
 
+from tfdpfl.preprocessing import Normalization
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
@@ -210,6 +212,72 @@ def test_a_teacher_that_predicts_nan_is_named():
     for count in (ensemble.votes, ensemble.predict):
         with pytest.raises(ValueError, match="teacher 1 predicts NaN"):
             count(X)
+
+
+def on(base):
+    """What makes models of a new layer each, on a base that they share."""
+    if not base.built:
+        base.build((None, FEATURES))
+
+    def model_fn():
+        model = tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), base, tf.keras.layers.Dense(CLASSES)])
+        model.compile("adam", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    return model_fn
+
+
+def one_for_all():
+    model = dense_model()
+    return lambda: model
+
+
+def two_in_turn():
+    models = [dense_model(), dense_model()]
+    return lambda: models.append(models.pop(0)) or models[-1]
+
+
+@pytest.mark.both_stacks
+@pytest.mark.parametrize("together", ["auto", False])
+@pytest.mark.parametrize(
+    "model_fn",
+    [
+        one_for_all,
+        two_in_turn,
+        lambda: on(tf.keras.layers.Dense(8)),
+        lambda: on(tf.keras.Sequential([tf.keras.layers.BatchNormalization(center=False, scale=False)])),
+    ],
+)
+def test_teachers_that_would_train_the_same_weights_are_refused(model_fn, together):
+    with pytest.raises(ValueError, match=r"returned a model with the weights .* of an earlier one.* Make all layers"):
+        quick(4, model_fn(), together=together).fit(X40, Y40)
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_teachers_may_share_what_training_does_not_change():
+    frozen = tf.keras.Sequential([tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(4)])
+    frozen.trainable = False
+    normalization = tf.keras.layers.Normalization()
+    normalization.adapt(X40)
+    for base in (frozen, normalization):
+        model_fn = on(base)
+        before = [np.array(w) for w in base.get_weights()]
+        quick(2, model_fn, together=False).fit(X40, Y40)
+        assert all(np.array_equal(*pair) for pair in zip(before, base.get_weights(), strict=True))
+    quick(1, one_for_all()).fit(X40, Y40)
+
+
+@pytest.mark.slow
+def test_statistics_of_all_shards_are_named(recwarn):
+    public, private = tf.keras.layers.Normalization(), Normalization()
+    public.adapt(X40)
+    private.adapt(X40, bounds=(-9, 9), epsilon=1.0, delta=1e-6)
+    for base in (public, private):
+        quick(2, on(base), epochs=1).fit(X40, Y40)
+    said = [str(warning.message) for warning in recwarn if str(warning.message).startswith("ε does not")]
+    assert len(said) == 2 and "count as public" in said[0]
+    assert "does not include all that the adapt" in said[1] and "tfdpfl.reports.report" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ from tfdpfl.accounting import PrivacyLedger
 __all__ = ["NO_DATA", "choices_by_public_figures", "uncovered_choices", "uncovered_statistics"]
 
 
-def uncovered_statistics(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
+_ONE_LEDGER = "Adapt these layers with one ledger, and pass it to PrivacyBudget as ledger=."
+
+
+def uncovered_statistics(model: Model, ledger: PrivacyLedger, remedy: str = _ONE_LEDGER) -> Iterator[str]:
     """Yields a sentence for layers that Keras's `adapt` taught, and one for layers whose ledger is not in this one."""
     layers = list(model._flatten_layers())
     inner = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}  # of TextVectorization
@@ -25,10 +28,7 @@ def uncovered_statistics(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
     for other in {id(layer.ledger): layer.ledger for layer in private}.values():
         learned.merge(other)
     if private and not ledger.covers(learned):
-        yield (
-            f"ε does not include all that the adapt of {_names(private)} cost. Adapt these layers with one ledger, and "
-            "pass it to PrivacyBudget as ledger=."
-        )
+        yield f"ε does not include all that the adapt of {_names(private)} cost. {remedy}"
 
 
 def _learned_in_public(layers: list[Layer]) -> Iterator[str]:

@@ -259,22 +259,24 @@ class PATE:
         if too_large:
             warnings.warn(too_large, stacklevel=2)
         self._sanitized: SanitizedEpsilon | None = None
+        self._truth = self._student_accuracy = None
         counts = self._votes(X)
         self._num_classes = counts.shape[1]
         self.answers_ = self._answer(counts, X)
         self.queries_ = self.queries_[: len(self.answers_)]
         labelled = self.answers_.answered
         if not labelled.any():
+            put = len(self.answers_)
+            paid = f" Its {put} queries have cost ε: add answers_.dp_event to that of another PATE." if put else ""
             raise ValueError(
                 f"no query was answered with {self.aggregator} and budget={self.budget}: raise the budget or lower the "
-                "threshold."
+                f"threshold.{paid}"
             )
         rows, labels = self.queries_[labelled], self.answers_.labels[labelled]
         self.student_ = self._taught(_examples.rows(X, rows), labels)
         if semi_supervised:
             self._teach_itself(X, rows, labels, confidence, rounds)
         self._truth = None if y is None else np.asarray(y)[self.queries_]
-        self._student_accuracy = None
         if test_data is not None:
             x_test, y_test = test_data
             self._student_accuracy = float(np.mean(self._classes(self._inputs(x_test)) == np.asarray(y_test)))
@@ -396,6 +398,7 @@ class PATE:
             affordable = self._affordable(known)
             if affordable < len(known):
                 return known[:affordable]
+            self.answers_ = known  # what is released, should the student's training end with an error
         assert known is not None
         return known
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdpfl import _files
-from tfdpfl._types import Arrays, Callback, Loss, Model
-from tfdpfl.accounting import _checks
+from tfdpfl._types import Arrays, Callback, Loss, Model, Variable
+from tfdpfl.accounting import PrivacyLedger, _checks
+from tfdpfl.errors import PrivacyError
 from tfdpfl.pate import _examples
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["TeacherEnsemble", "compiled", "inputs_of", "labels_for"]
 
 _STACK = 25  # teachers trained together: beyond, their weights no longer gain from each other's company
+_ADD_LEDGERS = "Give the ledger of each layer to tfdpfl.reports.report, as a part next to the answers."
 _ONE_HOT = "CategoricalCrossentropy CategoricalFocalCrossentropy CategoricalHinge KLDivergence Dice Tversky".split()
 
 
@@ -37,7 +41,7 @@ class TeacherEnsemble:
     themselves are as private as the data, and so are their training logs.
 
     Args:
-        model_fn: Makes a new Keras model, compiled (else Adam and sparse cross-entropy are taken), for labels
+        model_fn: Makes a new Keras model in every call, of new layers (frozen ones may be shared), compiled (else Adam and sparse cross-entropy are taken), for labels
             0 to K-1: its output is K probabilities or logits, or one for two classes. It may have several inputs, and
             be a subclass of `keras.Model`.
         num_teachers: T, at least 1.
@@ -119,6 +123,7 @@ class TeacherEnsemble:
         Raises:
             ValueError: fewer examples than teachers, shards that overlap or are empty, labels that are no classes, an
                 option that does not fit, or a checkpoint folder of other data or models.
+            PrivacyError: the models of two teachers share weights that training changes.
         """
         first = self.model_fn()
         X = _examples.as_inputs(X, inputs_of(first))
@@ -129,6 +134,9 @@ class TeacherEnsemble:
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
         self._zero = _examples.zeros_like(_examples.rows(X, slice(0, 1)))
         self._template = first = compiled(lambda: first, "model_fn", self._zero)
+        self._seen: dict[int, Callable[[], object]] = {}
+        self._refuse_shared(first)
+        self._warn_of_statistics(first)
         self._outputs = _num_outputs(first, self._zero)
         self.num_classes_ = max(self._outputs, 2)
         self._check_classes(int(classes.max()), columns)
@@ -279,7 +287,27 @@ class TeacherEnsemble:
         return table
 
     def _new_model(self) -> Model:
-        return compiled(self.model_fn, "model_fn", self._zero)
+        model = compiled(self.model_fn, "model_fn", self._zero)
+        self._refuse_shared(model)
+        return model
+
+    def _warn_of_statistics(self, model: Model) -> None:
+        from tfdpfl.callbacks._uncovered import uncovered_statistics
+
+        for sentence in uncovered_statistics(model, PrivacyLedger(), _ADD_LEDGERS):
+            warnings.warn(sentence, stacklevel=3)
+
+    def _refuse_shared(self, model: Model) -> None:
+        """Raises if a model trains weights of an earlier one: a teacher would go on from what others learned."""
+        for variable in _trained_by(model):
+            if self.num_teachers > 1 and self._seen.get(id(variable), _gone)() is variable:
+                raise PrivacyError(
+                    f"model_fn returned a model with the weights {variable.name!r} of an earlier one. A teacher would "
+                    "go on from what the others learned, so an example of one shard would change many votes, and ε "
+                    "counts one. Make all layers inside of model_fn (of a pretrained one keras.models.clone_model, "
+                    "then set_weights), or freeze what models share: layer.trainable = False."
+                )
+        self._seen |= {id(variable): weakref.ref(variable) for variable in _trained_by(model)}
 
     def _told(self, model: Model) -> tuple[str | None, str | None]:
         """What a model is known by; or None, and why."""
@@ -515,6 +543,17 @@ class TeacherEnsemble:
         if outputs.shape[-1] > 1:
             return outputs.argmax(axis=-1)
         return (outputs[..., 0] > self._limit).astype(np.int64)
+
+
+def _trained_by(model: Model) -> list[Variable]:
+    """The weights that training may change: all but those of frozen layers, and of layers that `adapt` teaches."""
+    still = [layer for layer in model._flatten_layers() if not layer.trainable or hasattr(layer, "adapt")]
+    fixed = {id(weight) for layer in still for weight in layer.weights}
+    return [weight for weight in model.weights if id(weight) not in fixed]
+
+
+def _gone() -> None:
+    """Stands for a weak reference to nothing."""
 
 
 def _outputs_of(model: Model) -> Callable[[np.ndarray], np.ndarray]:
