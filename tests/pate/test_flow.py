@@ -122,7 +122,7 @@ def test_queries_that_nobody_answered_have_a_price():
     with pytest.raises(ValueError, match=rf"Its {len(X)} queries have cost ε: add answers_.dp_event"):
         pate.fit(X)
     assert pate.report().queries == len(X) and pate.report().epsilon > 1
-    with pytest.raises(ValueError, match="lower the threshold.$"):
+    with pytest.raises(ValueError, match=r"lower the threshold\.$"):
         flow(GNMax(1.0), budget=0.1).fit(X)
 
 

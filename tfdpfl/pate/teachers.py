@@ -41,9 +41,9 @@ class TeacherEnsemble:
     themselves are as private as the data, and so are their training logs.
 
     Args:
-        model_fn: Makes a new Keras model in every call, of new layers (frozen ones may be shared), compiled (else Adam and sparse cross-entropy are taken), for labels
-            0 to K-1: its output is K probabilities or logits, or one for two classes. It may have several inputs, and
-            be a subclass of `keras.Model`.
+        model_fn: Makes a new Keras model of new layers in every call; only frozen layers may be shared. It is compiled
+            (else Adam and sparse cross-entropy are taken), for labels 0 to K-1: its output is K probabilities or
+            logits, or one for two classes. It may have several inputs, and be a subclass of `keras.Model`.
         num_teachers: T, at least 1.
         epochs: Passes over a shard.
         batch_size: Examples in a batch.
@@ -134,7 +134,7 @@ class TeacherEnsemble:
         self.shards_ = self._check_shards(shards, examples) if shards is not None else self._split(rng, examples)
         self._zero = _examples.zeros_like(_examples.rows(X, slice(0, 1)))
         self._template = first = compiled(lambda: first, "model_fn", self._zero)
-        self._seen: dict[int, Callable[[], object]] = {}
+        self._seen: dict[int, Callable[[], Variable]] = {}
         self._refuse_shared(first)
         self._warn_of_statistics(first)
         self._outputs = _num_outputs(first, self._zero)
