@@ -1,18 +1,14 @@
 """What a call of `fit` is counted as: passes, executions and rows."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from budget_cases import DELTA, N, PrivacyBudget, Thrice, X, Y, compiled, own_batches, price, uses
-from scipy.stats import binom
 
 import tfdpfl
 from tfdpfl.accounting import PrivacyLedger
-from tfdpfl.accounting.sampling import POISSON, RANDOM_ALLOCATION
-from tfdpfl.callbacks._fits import Fit
 from tfdpfl.data import poisson_batches
 from tfdpfl.errors import PrivacyError
 
@@ -134,46 +130,3 @@ def test_an_optimizer_without_privacy_is_refused():
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(PrivacyError, match=r"SGD.*tfdpfl\.DPAdam"):
         model.fit(X, X[:, :3], callbacks=[PrivacyBudget(N, DELTA)], verbose=0)
-
-
-@pytest.mark.slow
-@pytest.mark.both_stacks
-def test_batches_of_one_size_are_no_independent_draws():
-    """They are refused, and counted as if each example were in each, before a tenth step of a chance below 1e-9."""
-    model, budget = compiled(expected_batch_size=20), PrivacyBudget(N, DELTA, sampling="poisson", batch_size=20)
-    with pytest.raises(PrivacyError, match="sampling='poisson', but each of the first 10 batches held 20 examples"):
-        model.fit(own_batches([20] * 15), callbacks=[budget], verbose=0)
-    assert budget.ledger.unknown_steps == 10 and budget.report().epsilon >= uses(10)
-
-
-def refused_after(sizes, population, scheme=POISSON, batches=10**6):
-    """How many batches of such sizes are believed, in passes of so many; None if all are."""
-    at = tf.Variable(0.0)
-    fit = SimpleNamespace(
-        own=True, scheme=scheme, data={"num_examples": population}, stride=1, _size=-1, _log_chance=0.0, steps=0,
-        announced=0, optimizer=SimpleNamespace(_dp=SimpleNamespace(holders=1)), _count_unknown=lambda *_: None,
-        _counter=SimpleNamespace(seen=at),
-    )  # fmt: skip
-    fit._check_size_varies = lambda *given: Fit._check_size_varies(fit, *given)
-    for i, size in enumerate(sizes):
-        if i % batches == 0:
-            Fit.begin_epoch(fit)
-        at.assign_add(size)
-        try:
-            Fit.check_rows(fit)
-        except PrivacyError:
-            return i
-    return None
-
-
-def test_batches_are_believed_until_no_rate_explains_their_sizes():
-    """The chance of each further batch of one size is SciPy's, at the rate at which it is largest."""
-    for size, population in [(20, 200), (256, 60_000), (1, 10**6), (150, 200)]:
-        most = binom.pmf(size, population, size / population)
-        assert refused_after([size] * 200, population) == int(np.ceil(np.log(1e-9) / np.log(most)))
-    left = [200 - 20 * (i % 10) for i in range(40)]  # of an allocation: the last of a pass is what is left
-    chances = np.cumsum([0, *(binom.logpmf(20, n, 20 / n) for n in left[1:])])
-    believed = int(np.argmax(chances < np.log(1e-9)))
-    assert refused_after([20] * 40, 200, RANDOM_ALLOCATION, 10) == believed > 9
-    assert refused_after([200] * 99, 200) is refused_after([0] * 99, 200) is None  # all, or none
-    assert refused_after([20, 21, *[20] * 99], 200) is refused_after([20, 20, 21, *[20] * 99], 200) is None

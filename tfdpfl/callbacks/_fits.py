@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdpfl._frames import optimizer_of, running_fits
 from tfdpfl._types import Arrays, Callback, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
+from tfdpfl.callbacks._sizes import NEVER, BatchSizes
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import DPOptimizer, _replicas, _step_table
@@ -170,9 +171,6 @@ def is_stream(call: Call) -> bool:
     return steps is not None or passed_through(x, ("repeat",)) is not None
 
 
-_NEVER = 1e-9  # the chance of what is taken to be impossible
-
-
 _ORDERS: weakref.WeakKeyDictionary[Model, int] = weakref.WeakKeyDictionary()
 _NEXT_ORDER = itertools.count(-1, -1)
 
@@ -242,15 +240,12 @@ class Fit:
         self.passes = self.announced = self._steps_before = self._pending = self._pass = self.seen = 0
         self.ended, self.awaited, self.counts_passes, self.cut_pass = False, False, True, False
         self.first: int | None = None
-        # Of the batches of this fit: the size that all of them had, -1 before the first and None once they differ; and
-        # the logarithm of the chance of this.
-        self._size: int | None = -1
-        self._log_chance = 0.0
         self._begun_at = (0.0, 0.0, 0)  # what the counter had seen before this epoch, before this batch; steps before
         # Batches of a pass: made into logical ones; or cut out of those that were drawn.
         partitions = self.scheme.partitions
         pieces = declared.physical_batches if partitions and declared is not None else 1
         self._declared, self.physical = declared, -(-data["batch_size"] // pieces)
+        self._sizes = BatchSizes(self.physical, stride)
         self.uses = self._uses(steps) if partitions and self.shuffled else 1
         self.clips = 1 if optimizer.num_microbatches in (None, self.physical) else 2
         if partitions and pieces == 1:
@@ -367,6 +362,7 @@ class Fit:
     def begin_epoch(self) -> None:
         seen = float(self._counter.seen.numpy())
         self._begun_at = (seen, seen, self.steps)
+        self._sizes.begin_epoch()
 
     def check_rows(self) -> None:
         """That batches and a pass hold no more examples than was said of them, which is all that is known of them.
@@ -374,13 +370,13 @@ class Fit:
         If a pass has more examples than ``num_examples``, one of them may be in it several times, even in one batch:
         as often as there are too many, if each of the others is in it once. So much its steps are counted as, too."""
         n, (epoch, before, steps) = self.data["num_examples"], self._begun_at
-        if not self.own or not (self.scheme.limits_batches or (self.scheme.independent and self._size is not None)):
+        if not self.own or not (self.scheme.limits_batches or self.scheme.independent):
             return
         seen = float(self._counter.seen.numpy())
         self._begun_at = epoch, seen, steps
         if not self.scheme.limits_batches:
             left = n * self.stride if self.scheme.sampled_anew else n - round(before - epoch)
-            self._check_size_varies(round(seen - before), left)
+            self._check_sizes(round(seen - before), left)
             return
         in_pass, in_batches = round(seen - epoch), round(seen - before)
         if self.whole and in_pass > n:
@@ -400,29 +396,14 @@ class Fit:
                 "largest batch as batch_size."
             )
 
-    def _check_size_varies(self, size: int, population: int) -> None:
-        """Raises if all batches so far have had one size, which batches of independent draws practically never have.
-
-        If so many of a population join a batch by coins of any bias, its size is s with a chance of at most
-        binom.pmf(s, population, s / population). Sizes that have differed once are not looked at again, so a fit that
-        draws as it says is refused with a chance below `_NEVER`."""
-        if self._size == -1:
-            self._size = size
-            return
-        if size != self._size:
-            self._size = None
-            return
-        if 0 < size < population:
-            rest, log = population - size, math.lgamma
-            self._log_chance += log(population + 1) - log(size + 1) - log(rest + 1)
-            self._log_chance += size * math.log(size / population) + rest * math.log(rest / population)
-        if self._log_chance < math.log(_NEVER):
-            self._count_unknown(self.steps, self.optimizer._dp.holders)
+    def _check_sizes(self, size: int, population: int) -> None:
+        """Raises if the sizes of the batches so far contradict that they are drawn independently."""
+        doubt = self._sizes.doubt(size, population)
+        if doubt is not None:
+            self._count_unknown(self.steps, self.optimizer._dp.holders * self._sizes.held)
             raise PrivacyError(
-                f"sampling={self.scheme.name!r}, but each of the first {self.announced} batches held "
-                f"{size // self.stride} examples. If examples are drawn independently, this happens with a chance "
-                f"below {_NEVER:g}. Use tfdpfl.data.poisson_batches, or give PrivacyBudget sampling='shuffle' if an "
-                "example comes at most once a pass."
+                f"sampling={self.scheme.name!r}, but {doubt}. If examples are drawn independently, this happens with "
+                f"a chance below {NEVER:g}."
             )
 
     def silence(self) -> None:
