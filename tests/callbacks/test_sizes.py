@@ -23,7 +23,7 @@ def test_batches_of_one_size_are_no_independent_draws():
 
 def refused_after(sizes, populations, epoch=10**6, batch_size=10**9):
     """How many batches of such sizes are believed, in epochs of so many; None if all are."""
-    seen = BatchSizes(batch_size, 1)
+    seen = BatchSizes("poisson", batch_size, 1)
     for i, (size, population) in enumerate(zip(sizes, populations, strict=True)):
         if i % epoch == 0:
             seen.begin_epoch()

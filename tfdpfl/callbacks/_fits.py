@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdpfl._frames import optimizer_of, running_fits
 from tfdpfl._types import Arrays, Callback, Model, Optimizer
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
-from tfdpfl.callbacks._sizes import NEVER, BatchSizes
+from tfdpfl.callbacks._sizes import BatchSizes
 from tfdpfl.data import declared_sampling, passed_through
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import DPOptimizer, _replicas, _step_table
@@ -245,7 +245,7 @@ class Fit:
         partitions = self.scheme.partitions
         pieces = declared.physical_batches if partitions and declared is not None else 1
         self._declared, self.physical = declared, -(-data["batch_size"] // pieces)
-        self._sizes = BatchSizes(self.physical, stride)
+        self._sizes = BatchSizes(data["sampling"], self.physical, stride)
         self.uses = self._uses(steps) if partitions and self.shuffled else 1
         self.clips = 1 if optimizer.num_microbatches in (None, self.physical) else 2
         if partitions and pieces == 1:
@@ -401,10 +401,7 @@ class Fit:
         doubt = self._sizes.doubt(size, population)
         if doubt is not None:
             self._count_unknown(self.steps, self.optimizer._dp.holders * self._sizes.held)
-            raise PrivacyError(
-                f"sampling={self.scheme.name!r}, but {doubt}. If examples are drawn independently, this happens with "
-                f"a chance below {NEVER:g}."
-            )
+            raise doubt
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
