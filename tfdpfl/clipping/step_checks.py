@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import body_graphs, handed_on, is_branch, is_call, is_loop
-from tfdpfl.clipping.ops.control_flow import join
+from tfdpfl.clipping.ops.control_flow import carried
 from tfdpfl.clipping.refusals import mixing
 from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_batch_free
@@ -161,7 +161,9 @@ def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
         inputs, look, chooser = handed_on(op), analysis, op.inputs[0] if is_branch(op) else None
         states = [analysis[t] for t in inputs]
         if is_loop(op):
-            states = _turns(analysis, op, states)
+            # Each by itself: what is counted stays public next to a loss.
+            unknown = Mixed(op.type, op.name, "is not known to keep examples apart")
+            states = carried(analysis, op, states, apart=True) or [unknown] * len(states)
             look, _, condition = analysis.body(op, "cond", inputs, states)
             chooser = condition.outputs[0]
         for t in [] if chooser is None else _terms(chooser):
@@ -177,21 +179,6 @@ def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
 def _terms(t: tf.Tensor) -> list[tf.Tensor]:
     t = graph_tools.source(t)
     return [each for i in t.op.inputs for each in _terms(i)] if t.op.type == "LogicalAnd" else [t]
-
-
-def _turns(analysis: BatchAxis, op: tf.Operation, states: list) -> list:
-    """The states of what a loop hands from turn to turn, each by itself: what is counted stays public beside a loss."""
-    for _ in range(2 * len(states) + 2):
-        inner, _, graph = analysis.body(op, "body", list(op.inputs), states)
-        joined = [
-            s if isinstance(s, Handle) else join(op, t, s, inner[o])
-            for t, s, o in zip(op.inputs, states, graph.outputs, strict=True)
-        ]
-        if joined == states:
-            return states
-        states = joined
-    return [s if isinstance(s, Handle) else Mixed(op.type, op.name, "is not known to keep examples apart")
-            for s in states]  # fmt: skip
 
 
 def _chosen_by_examples(op: tf.Operation) -> PrivacyError:

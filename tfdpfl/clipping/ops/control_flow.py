@@ -25,7 +25,7 @@ from tfdpfl.clipping.states import (
     plain,
 )
 
-__all__ = ["blank", "join"]
+__all__ = ["blank", "carried"]
 
 
 def call(view, op, states):
@@ -63,19 +63,27 @@ def loop(view, op, states):
             value = constant(t)
             if value is not None and value.size and np.all(value == value.flat[0]):
                 states[i] = Public(alike=True)
-    for _ in range(2 * len(states) + 2):
-        _, out, _ = view.body(op, "body", inputs, states)
-        joined = [join(op, t, s, o) for t, s, o in zip(inputs, states, out, strict=True)]
-        if joined == states:
-            break
-        states = joined
-    else:
+    states = carried(view, op, states)
+    if states is None:
         return mixed(op, "is not known to keep examples apart")
     _, (condition,), _ = view.body(op, "cond", inputs, states)
     if not is_batch_free(condition):
         found = [s for s in states if isinstance(s, Mixed)]
         return [found[0] if found else mixed(op, "runs for as many turns as the data says")] * len(op.outputs)
     return states
+
+
+def carried(view, op, states: list[State], apart: bool = False) -> list[State] | None:
+    """The states of what a loop hands from one iteration to the next, or None if they are not found. ``apart``: those
+    of the body's results by themselves, also if the body makes a length that is to be checked."""
+    for _ in range(2 * len(states) + 2):
+        inner, out, graph = view.body(op, "body", list(op.inputs), states)
+        results = [inner[t] for t in graph.outputs] if apart else out
+        joined = [join(op, t, s, o) for t, s, o in zip(op.inputs, states, results, strict=True)]
+        if joined == states:
+            return states
+        states = joined
+    return None
 
 
 def join(op, t, a: State, b: State) -> State:
