@@ -44,6 +44,10 @@ def drawn(*_):
     return tf.gather(TABLE, tf.random.uniform([], 0, N, tf.int32))
 
 
+def learned(x):
+    return MEAN.assign(0.9 * MEAN + 0.1 * x)
+
+
 def mixed(x, y):
     order = tf.random.shuffle(tf.range(tf.shape(x)[0]))
     return x + tf.gather(x, order), y
@@ -95,6 +99,9 @@ MEET = {
     "a slice drawn": (
         lambda: Dataset.range(N).map(lambda i: tf.slice(TABLE, [tf.random.uniform([], 0, N, tf.int32), 0], [1, 4])[0]
                                      ).batch(8), "reads rows at random"),
+    "a row drawn by its place": (
+        lambda: Dataset.range(N).map(lambda i: tf.gather_nd(TABLE, [tf.random.uniform([], 0, N, tf.int32)])).batch(8),
+        "reads rows at random"),
     "a row drawn by weights": (
         lambda: Dataset.range(N).map(lambda i: TABLE[tf.random.categorical(tf.zeros([1, N]), 1)[0, 0]]).batch(8),
         "reads rows at random"),
@@ -103,6 +110,8 @@ MEET = {
         "reads rows at random"),
     "each row for two numbers": (
         lambda: Dataset.range(N).shuffle(N).map(lambda i: tf.gather(TABLE, i // 2)).batch(8), "for several numbers"),
+    "each place for two numbers": (
+        lambda: Dataset.range(N).map(lambda i: tf.gather_nd(TABLE, [i // 2])).batch(8), "for several numbers"),
     "the same in batches": (lambda: Dataset.range(N).batch(8).map(lambda i: tf.gather(TABLE, i % 60)), "for several"),
     "the same by counter": (
         lambda: Dataset.counter().map(lambda i: TABLE[i * 31 % 62]).batch(8), "StridedSlice.* for several|for several"),
@@ -133,11 +142,22 @@ MEET = {
     "padded in buckets": (
         lambda: LENGTHS.bucket_by_sequence_length(lambda t: tf.shape(t)[0], [4], [3, 3]), "pads each batch"),
     "ragged made dense": (lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor()), "pads each batch"),
+    "ragged made dense in a call": (
+        lambda: WORDS.ragged_batch(2).map(tf.function(lambda t: t.to_tensor())), "pads each batch"),
     "batches dropped": (
         lambda: ROWS.batch(8).filter(lambda x, y: tf.reduce_max(y) > 0), "leaves out a whole batch for what"),
     "cut off": (lambda: ROWS.take_while(lambda x, y: y < 1).batch(8), "leaves out all examples behind one"),
     "a running mean": (
-        lambda: ROWS.map(lambda x, y: (x - MEAN.assign(0.9 * MEAN + 0.1 * x), y)).batch(8), "to the examples behind"),
+        lambda: ROWS.map(lambda x, y: (x - learned(x), y)).batch(8), "to the examples behind"),
+    "an entry of a variable": (lambda: ROWS.map(lambda x, y: (x, MEAN[0].assign(x[0]))).batch(8), "examples behind it"),
+    "a running mean in a call": (lambda: ROWS.map(tf.function(lambda x, y: (x - learned(x), y))).batch(8), "behind it"),
+    "a running mean in a branch": (
+        lambda: ROWS.map(lambda x, y: (tf.cond(MEAN[0] < 9, lambda: x - learned(x), lambda: x), y)), "behind it"),
+    "a running mean in a loop": (
+        lambda: ROWS.map(lambda x, y: (tf.while_loop(
+            lambda i, s: i < 2, lambda i, s: (i + 1, x - learned(s)), (0, tf.zeros(4)))[1], y)), "behind it"),
+    "a flag that some examples set": (
+        lambda: ROWS.map(lambda x, y: (x, tf.cond(y > 0, lambda: COUNT.assign(1), lambda: COUNT + 0))), "behind it"),
     "running sum": (
         lambda: ROWS.scan(tf.zeros(4), lambda s, e: (s + e[0], (s, e[1]))).batch(8), "to the examples behind it"),
 }  # fmt: skip
@@ -205,7 +225,11 @@ def test_augmentation_layers_keep_examples_apart():
     layers = tf.keras.layers
     images = Dataset.from_tensor_slices(np.zeros((8, 9, 9, 3), np.float32)).batch(4)
     layer = tf.keras.Sequential([layers.RandomFlip(), layers.RandomRotation(0.1), layers.RandomZoom(0.1)])
-    check_apart(images.map(lambda x: layer(x, training=True)), 8, batched=True)
+    augmented = lambda x: layer(x, training=True)
+    for augment in (augmented, tf.function(augmented)):
+        check_apart(images.map(augment), 8, batched=True)
+    rare = images.unbatch().map(lambda x: tf.cond(x[0, 0, 0] > 0, lambda: augmented(x[None])[0], lambda: x))
+    check_apart(rare.batch(4), 8, batched=True)
 
 
 def test_what_is_drawn_from_is_looked_at_too():
@@ -220,6 +244,7 @@ def test_what_is_drawn_from_is_looked_at_too():
 @pytest.mark.parametrize("data, why", [
     (lambda: ROWS.filter(lambda x, y: tf.random.uniform([]) < 0.9), "FilterDataset draws at random"),
     (lambda: ROWS.filter(lambda x, y: tf.random.truncated_normal([]) < 0.9), "FilterDataset draws at random"),
+    (lambda: ROWS.filter(tf.function(lambda x, y: tf.random.uniform([]) < 0.9)), "FilterDataset draws at random"),
     (lambda: Dataset.zip((ROWS, Dataset.random())).filter(lambda e, r: r > 9).map(lambda e, r: e), "Filter.* draws"),
     (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2, deterministic=False), r"\(deterministic=False\)"),
     (lambda: ROWS.map(lambda *e: e, num_parallel_calls=2).with_options(unordered()), r"\(deterministic=False\)"),

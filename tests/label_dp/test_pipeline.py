@@ -32,7 +32,7 @@ def test_numbers_of_examples_that_change_with_each_pass_are_no_ids():
         return private(example[1], ids=number)
 
     numbers, shuffled = tf.data.Dataset.range(3), rows.shuffle(3)
-    place = tf.Variable(0)
+    place, drawn = tf.Variable(0), lambda: tf.random.uniform([3], 0, 9, tf.int32)
     for data in (
         shuffled.enumerate(), shuffled.enumerate().batch(2), tf.data.Dataset.zip((tf.data.Dataset.counter(), shuffled)),
         tf.data.Dataset.zip((shuffled, numbers)).map(lambda e, i: (i + 5, e)),
@@ -42,7 +42,7 @@ def test_numbers_of_examples_that_change_with_each_pass_are_no_ids():
         with pytest.raises(Exception, match=r"ids are numbers of examples \(enumerate\)"):
             data.map(released)
     for made in (
-        lambda y: tf.range(tf.size(y)), lambda y: y[:0] + tf.random.uniform([3], 0, 9, tf.int32),
+        lambda y: tf.range(tf.size(y)), lambda y: y[:0] + drawn(), lambda y: y + tf.function(drawn)(),
         lambda y: tf.fill(tf.shape(y), place.assign_add(1)),
     ):  # fmt: skip
         with pytest.raises(Exception, match="or they are drawn or counted"):

@@ -14,7 +14,7 @@ from tfdpfl.clipping.registry import look_up
 from tfdpfl.clipping.states import TAINTED, Handle, Mixed, State, is_batch_free, mixed
 from tfdpfl.errors import PrivacyError
 
-__all__ = ["check_unwritten", "side_effects", "tainted", "tainted_read"]
+__all__ = ["WRITES", "check_unwritten", "side_effects", "tainted", "tainted_read"]
 
 WRITES = re.compile("Assign|^Resource(Sparse|Strided)?(Scatter|Apply)|^LookupTable(Insert|Remove|Import)|^RngSkip")
 

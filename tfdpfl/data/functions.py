@@ -12,8 +12,9 @@ import tensorflow as tf
 from tfdpfl._types import Dataset
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import body_graphs, constant, is_branch, is_random
+from tfdpfl.clipping.graph import body_graphs, constant, handed_on, is_branch, is_loop, is_random, within
 from tfdpfl.clipping.states import Batch, Mixed
+from tfdpfl.clipping.variable_writes import WRITES
 from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_of, passed_through, repeats
 from tfdpfl.errors import PrivacyError
 
@@ -32,7 +33,7 @@ __all__ = [
 
 _SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
 _KEEPING = ("Cast", "Identity", "Reshape", "ExpandDims", "Squeeze", "Pack")
-_SELECT = frozenset(["Gather", "ResourceGather", "RandomShuffle"])
+_SELECT = frozenset(["Gather", "GatherNd", "ResourceGather", "ResourceGatherNd", "RandomShuffle"])
 # Why `BatchAxis` says that examples meet, of ops that are known to let them. It says more of ops that it cannot follow.
 _MEET = frozenset([
     "reduces over the batch", "sums over the batch", "picks examples of the batch", "works along the batch axis",
@@ -41,7 +42,6 @@ _MEET = frozenset([
     "combines the examples along one axis with the examples along another", "normalises over the batch",
     "multiplies the examples along one axis with the examples along another", "normalises examples together",
 ])  # fmt: skip
-_WRITES = ("Assign", "ResourceScatter", "LookupTableInsert")
 # Transformations that hand on the elements in the order in which they come, each once.
 _ALIGNED = (
     "tensorslice", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
@@ -197,7 +197,22 @@ def _depends(targets: Iterable[tf.Tensor], given: list[tf.Tensor]) -> bool:
 
 def _draws(targets: Iterable[tf.Tensor]) -> bool:
     """Whether random numbers decide the targets."""
-    return any(map(is_random, _ops_behind(targets).values()))
+    return any(map(is_random, within(_ops_behind(targets).values())))
+
+
+def _inside(
+    graph: tf.Graph, given: list[tf.Tensor], chosen: bool = False
+) -> Iterator[tuple[tf.Graph, list[tf.Tensor], bool]]:
+    """Yields a function and all that it runs, each with what it is given that ``given`` decides, and whether that
+    decides if it runs."""
+    yield graph, given, chosen
+    for op in graph.get_operations():
+        handed = handed_on(op)
+        for body in body_graphs(op):
+            decided = [inner for inner, t in zip(body.inputs, handed, strict=False) if _depends([t], given)]
+            if is_loop(op) and decided:  # it may carry on what it makes of these
+                decided = [t for t in body.inputs if t.dtype != tf.resource]
+            yield from _inside(body, decided, chosen or (is_branch(op) and _depends(op.inputs[:1], given)))
 
 
 # -- functions of batches ------------------------------------------------------------------------------------------
@@ -211,9 +226,12 @@ def _check_batches(dataset: Dataset, called: _Function) -> None:
             "changes several rows, each of which is clipped by itself, and ε counts one. Let the function treat each "
             "example by itself (call it before batch), or leave it out."
         )
-    for op in called.graph.get_operations():
-        if op.type == "RaggedTensorToTensor" and not _is_fixed(op.inputs[0]) and _depends(op.outputs, called.given):
-            raise _pads(dataset, "to_tensor(shape=[None, 100]), or for a TextVectorization output_sequence_length=100")
+    for graph, given, _ in _inside(called.graph, called.given):
+        for op in graph.get_operations():
+            if op.type == "RaggedTensorToTensor" and not _is_fixed(op.inputs[0]) and _depends(op.outputs, given):
+                raise _pads(
+                    dataset, "to_tensor(shape=[None, 100]), or for a TextVectorization output_sequence_length=100"
+                )
 
 
 def _meetings(called: _Function) -> Iterator[str]:
@@ -382,8 +400,13 @@ def _state_of(scan: Dataset) -> list:
 def _check_state(dataset: Dataset, graph: tf.Graph, given: list[tf.Tensor], states: int) -> None:
     """Raises if a function hands on something of an example to those that follow, in a variable or as the first so
     many of what it returns."""
-    written = [t for op in graph.get_operations() if op.type.startswith(_WRITES) for t in op.inputs[1:]]
-    if _depends([*written, *graph.outputs[:states]], given[states:]):
+    kept = _depends(graph.outputs[:states], given[states:])
+    for inner, decided, chosen in _inside(graph, given[states:]):
+        written = [t for op in inner.get_operations() if WRITES.search(op.type) for t in op.inputs[1:]]
+        # Keras's seeds, two integers, go on by one for each call, whichever examples call.
+        chosen = chosen and any(t.shape != [2] or not t.dtype.is_integer for t in written)
+        kept |= chosen or _depends(written, decided)
+    if kept:
         raise PrivacyError(
             f"{name_of(dataset)} hands on what it computes from an example to the examples behind it (by a variable, "
             "scan, or rejection_resample without initial_dist), so one example changes many rows, and ε counts one. "
@@ -454,7 +477,7 @@ def _check_copies(dataset: Dataset, called: _Function, number: float, level: int
         if len(chosen) != 1 or chosen[0][1] is None or _draws(op.inputs[1:2]):
             continue
         ((given, numbers),) = chosen
-        if op.type not in ("StridedSlice", "Slice") and op.inputs[1].shape.rank != level:
+        if op.type not in ("StridedSlice", "Slice") and op.inputs[1].shape.rank != level + op.type.endswith("GatherNd"):
             continue  # a row of several examples (a window)
         found = _chosen(called.graph, given, op.inputs[1], numbers, number, level)
         if len(np.unique(found)) < len(found):
@@ -692,7 +715,7 @@ def out_of_order(dataset: Dataset) -> str | None:
         return f"{name_of(early)} hands examples on as soon as they are ready (deterministic=False)"
     for each in ancestors(dataset):
         functions = _functions(each)
-        ops = [op for called in functions for op in called.graph.get_operations()]
+        ops = [op for called in functions for op in within(called.graph.get_operations())]
         draws = any(map(is_random, ops))
         draws |= bool(functions) and any(made_by(before, ("random",)) for before in ancestors(each))
         if draws and made_by(each, ("flatmap", "map")) != "map":
