@@ -244,6 +244,35 @@ def test_a_layer_that_was_adapted_to_examples_is_not_in_an_epsilon_of_users():
     assert not int(model.optimizer.iterations)
 
 
+@pytest.mark.both_stacks
+@pytest.mark.parametrize(
+    ("layer", "data"),
+    [
+        (lambda: preprocessing.StringLookup(), ["Ada", "Bob"]),
+        (lambda: preprocessing.TextVectorization(), ["Ada has it"]),
+        (lambda: preprocessing.Discretization(num_bins=2), [[1.0], [2.0]]),
+        (lambda: preprocessing.Normalization(), [[1.0], [2.0]]),
+    ],
+)
+def test_layers_learn_by_adapt_alone(layer, data):
+    with pytest.raises(PrivacyError, match=rf"update_state would teach {type(layer()).__name__} exact statistics"):
+        layer().update_state(tf.constant(data))
+
+
+@pytest.mark.both_stacks
+def test_another_ledger_cannot_lose_what_an_earlier_adapt_cost():
+    layer, ledger = preprocessing.Normalization(), PrivacyLedger()
+    adapt = lambda **more: layer.adapt(np.ones((50, 2)), bounds=(-4, 4), **COST, **more)
+    adapt()
+    with pytest.raises(PrivacyError, match="Normalization was adapted before, and ledger= does not hold"):
+        adapt(ledger=ledger)
+    assert not len(ledger) and layer.ledger.steps == 1
+    adapt(ledger=ledger.merge(layer.ledger))
+    assert layer.ledger is ledger and ledger.steps == 2
+    adapt()
+    assert ledger.steps == 3
+
+
 def test_a_ledger_of_users_does_not_pay_for_sums_of_examples():
     ledger = PrivacyLedger().record(1.0, num_examples=10, batch_size=2, unit="user")
     with pytest.raises(PrivacyError, match="The ledger is of users"):

@@ -101,10 +101,29 @@ class _Adapted:
     """What the layers have beside Keras's: the ledger that their `adapt` wrote into."""
 
     ledger: PrivacyLedger | None = None
+    _takes_figures = False  # whether Keras is being told the figures of an `adapt`
+
+    def update_state(self, *data: Arrays) -> None:
+        """Refuses what Keras's layers learn without noise.
+
+        Raises:
+            PrivacyError: Always, except within `adapt`.
+        """
+        if not self._takes_figures:
+            raise PrivacyError(
+                f"update_state would teach {type(self).__name__} exact statistics of the data, which no ε covers. Call "
+                "adapt with epsilon and delta. Its data may be a data set of batches."
+            )
+        super().update_state(*data)  # type: ignore[misc]  # of Keras's layer
 
     def _release(self, cost: _Cost, thresholded: bool = False) -> _Release:
         """Makes the release of an `adapt`, which adds to the ledger of an earlier one if it is given none."""
         given = self.ledger if cost.get("ledger") is None else cost["ledger"]
+        if given is not None and self.ledger is not None and not given.covers(self.ledger):
+            raise PrivacyError(
+                f"{type(self).__name__} was adapted before, and ledger= does not hold what that cost, so ε would leave "
+                "it out. Leave ledger out to go on with the layer's own, or call ledger.merge(layer.ledger) first."
+            )
         release = _Release(type(self).__name__, **(cost | {"ledger": given}), thresholded=thresholded)
         self.ledger = release.ledger
         return release
@@ -246,7 +265,11 @@ class Normalization(_Adapted, tf.keras.layers.Normalization):
         assert deviation.size == math.prod(shape)
         # Keras's own adapt computes exactly these figures from two examples.
         two = np.stack([middle + half * (mean + side * deviation) for side in (-1, 1)])
-        super().adapt(np.broadcast_to(two, (2, *rows.shape[1:])).astype(np.float32))
+        self._takes_figures = True
+        try:
+            super().adapt(np.broadcast_to(two, (2, *rows.shape[1:])).astype(np.float32))
+        finally:
+            self._takes_figures = False
 
 
 def _reshaped(bounds: Arrays, whole: tuple[int, ...]) -> Nest:
