@@ -71,6 +71,8 @@ def test_the_best_run_is_kept_and_each_search_is_paid():
     assert {p["rate"] for p in seen} <= {0.1, 0.2, 0.3} and len(set(scores)) == len(scores)
     first = one.report(1e-5)
     assert "does not cover their number" in first.statement() and one.ledger.steps == 1
+    assert "The number of runs comes from seed=" in first.statement()
+    assert "comes from seed" not in search(seed=None).report(1e-5).statement()
     assert one.run(train, maximize=False).score == min(p["momentum"] for p in seen[len(scores) + 1 :])
     assert one.report(1e-5).epsilon > first.epsilon and one.ledger.steps == 2
 

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["HyperParameters", "RandomSearch", "Selected"]
 
 
+_KNOWN_NUMBER = (
+    "The number of runs comes from seed={}: for anyone who knows it the number is fixed, and the best of a fixed "
+    "number of runs may cost as many times what one costs. To publish the result, search with seed=None."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Selected:
     """The best run of a search: all of it that may be kept.
@@ -246,7 +252,8 @@ class RandomSearch:
             f"The best of a random number of runs, {self.mean_runs:g} in the mean, is kept. ε does not cover their "
             "number, the other runs, or the examples that scores were measured on."
         )
-        return self.ledger.report(delta, "rdp", [note])
+        known = [] if self._seed is None else [_KNOWN_NUMBER.format(self._seed)]
+        return self.ledger.report(delta, "rdp", [note, *known])
 
     def _check(self, spent: DpEvent, adjacency: str) -> None:
         said, has = (_counts(event) for event in (self._spends, spent))

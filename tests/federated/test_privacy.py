@@ -24,3 +24,14 @@ def test_federated_promises_are_told_by_level():
     together = next(total for total in made.totals if len(total.parts) == 2).figures.epsilon
     assert together == client.price(run, DELTA / 2).epsilon + skellam.price(run, DELTA / 2).epsilon
     assert any("2 more rounds" in warning for warning in made.warnings)
+
+
+def test_what_is_stated_names_cohorts_of_a_seed_that_someone_knows():
+    from tfdpfl.federated.guarantees import ClientLevel
+    from tfdpfl.federated.privacy import KNOWN_COHORTS, Participation, RoundsRun, promises_of_levels
+
+    drawn = Participation(sampling="poisson", population=50, clients_per_round=10)
+    pair = ClientLevel(noise_multiplier=1.0), RoundsRun(rounds=1, participation=drawn)
+    (told,) = promises_of_levels({"client": pair}, seeded=True)
+    assert told.warnings == [KNOWN_COHORTS]
+    assert not promises_of_levels({"client": pair})[0].warnings

@@ -160,6 +160,9 @@ def test_a_restarted_sampler_goes_on_as_the_first_would_have(make):
         begun(r)
     resumed.set_state(json.loads(json.dumps(begun.get_state())))
     assert [resumed(r) for r in range(40)] == want
+    assert whole.seeded and resumed.seeded and not make().seeded
+    resumed.set_state(make().get_state())
+    assert not resumed.seeded
 
 
 def test_a_restarted_availability_sampler_remembers_who_took_part_not_who_is_there_now():

@@ -122,6 +122,9 @@ def test_every_round_has_the_price_of_what_ran_so_far():
         "client level: epsilon = " in history.statement()
         and "5 rounds, sampling poisson, 4 of 8 clients" in history.statement()
     )
+    assert not history.seeded and "come from a seed" not in history.statement()
+    known = run(Counting(GAUSSIAN), poisson(3), 1)
+    assert known.seeded and "The cohorts come from a seed" in known.statement()
 
 
 def test_rounds_without_a_price_have_none_and_the_last_always_has_one():

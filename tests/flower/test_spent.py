@@ -6,12 +6,19 @@ import pytest
 
 pytest.importorskip("flwr")
 import dp_accounting
+import flwr.serverapp.strategy as flower
+import numpy as np
+from client_cases import PLAN, Clients, message, shifted
 from dp_accounting import dp_event
 from flower_fakes import arrays_in, model, moved, reply
 from strategy_cases import config, fixed, loud, one_round, updates
 
 import tfdpfl
+from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.federated import NoisedMetrics, RoundsRun
+from tfdpfl.flower import NbAFLStrategy, client_reports, clip_and_noise_gradients, local_dp_mod, nbafl_mod
+from tfdpfl.flower.reports import promises_of_clients
+from tfdpfl.flower.spent import ledger_of_uploads
 
 
 def test_the_price_is_that_of_what_ran():
@@ -54,3 +61,20 @@ def test_evaluations_are_charged_or_said_not_to_be():
     result, _ = one_round(strategy, lambda m, n: reply(m, arrays_in(m), {"loss": float(n)}))
     assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(2.0)
     assert "in no epsilon" in strategy.statement()
+
+
+def test_what_is_stated_names_a_seed_that_someone_knows():
+    known = "its seed is fixed, and anyone who knows it can subtract the noise"
+    strategies = [fixed(noise_multiplier=1.0, seed=3), NbAFLStrategy(flower.FedAvg(), **PLAN, seed=3)]
+    for strategy in strategies:
+        assert known in strategy.statement()
+        assert any(known in warning for warning in strategy.promises(1e-5)[0].warnings)
+    assert known not in fixed(noise_multiplier=1.0).statement()
+    mods = local_dp_mod(l2_norm_clip=1.0, noise_multiplier=4.0, delta=1e-5, seed=3), nbafl_mod(**PLAN, seed=3)
+    for mod in mods:
+        reports = client_reports([Clients(shifted(1.0), [mod])(message(), 0)])
+        (told,) = promises_of_clients(reports.values())
+        assert known in told.warnings[0]
+    ledger = PrivacyLedger()
+    clip_and_noise_gradients([np.ones(3)], 1.0, 1.0, ledger, seed=3)
+    assert ledger.seeded and not ledger_of_uploads(1.0).seeded

@@ -171,3 +171,11 @@ def test_answers_print_nothing_private():
 def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_report_names_a_seed_that_someone_knows():
+    votes = np.tile([[30, 10, 5]], (4, 1))
+    for aggregator in (GNMax(9.0, seed=3), ConfidentGNMax(5.0, 9.0, 9.0, seed=3), LNMax(0.1, seed=3)):
+        answers = aggregator.aggregate(votes)
+        assert "anyone who knows it can subtract the noise" in answers.promises(1e-5)[0].warnings[0]
+    assert not GNMax(9.0).aggregate(votes).promises(1e-5)[0].warnings

@@ -248,3 +248,9 @@ def test_delta_is_about_the_private_examples_and_not_the_queries():
 def test_bad_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_report_names_the_seed_of_the_noise():
+    report = flow(GNMax(40, seed=1)).fit(X).report()
+    assert "its seed is fixed" in str(report) and "its seed is fixed" in report.promises(1e-5)[0].warnings[0]
+    assert not flow(GNMax(40)).fit(X).report().promises(1e-5)[0].warnings

@@ -14,6 +14,7 @@ from tfdpfl.accounting.sampling import EVERY_BATCH, SCHEMES, SamplingScheme
 from tfdpfl.errors import PrivacyError
 
 __all__ = [
+    "KNOWN_COHORTS",
     "UNITS",
     "Guarantee",
     "Participation",
@@ -27,6 +28,10 @@ __all__ = [
     "within",
 ]
 
+KNOWN_COHORTS = (
+    "The cohorts come from a seed: sampling does not lower ε against anyone who knows it. To publish a result, draw "
+    "them with seed=None."
+)
 UNITS = {"client": "client", "local": "client's update", "example": "example"}  # of a level
 _COVERED = {
     "client": "Covered: the released models. The server and who sees single updates are trusted.",
@@ -166,8 +171,15 @@ def rounds_promise(guarantee: Guarantee, run: RoundsRun, part: str = "", warning
     )  # fmt: skip
 
 
-def promises_of_levels(trainings: Mapping[str, tuple[Guarantee, RoundsRun]], lost_rounds: int = 0) -> list[Promise]:
+def promises_of_levels(
+    trainings: Mapping[str, tuple[Guarantee, RoundsRun]], lost_rounds: int = 0, seeded: bool = False
+) -> list[Promise]:
     """Returns what a federation guarantees at each level.
+
+    Args:
+      trainings: what was promised, and what ran.
+      lost_rounds: how many more were begun.
+      seeded: whether someone knows the seed of the cohorts.
 
     Raises:
       ValueError: it guarantees nothing, or no round has run.
@@ -175,8 +187,9 @@ def promises_of_levels(trainings: Mapping[str, tuple[Guarantee, RoundsRun]], los
     if not trainings:
         raise ValueError("This History promises no privacy, or no round has run. Leave it out.")
     lost = [f"{lost_rounds} more rounds were begun and lost"] if lost_rounds else []
+    warnings = [*lost, *([KNOWN_COHORTS] if seeded else [])]
     return [
-        rounds_promise(guarantee, run, f"{level} level" if len(trainings) > 1 else "", lost)
+        rounds_promise(guarantee, run, f"{level} level" if len(trainings) > 1 else "", warnings)
         for level, (guarantee, run) in trainings.items()
     ]
 

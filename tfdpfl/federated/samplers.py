@@ -24,7 +24,11 @@ _ROUND = "count the rounds from 0"
 
 
 class _Sampler(abc.ABC):
-    """Cohorts as a function of a secret key of 128 bits and the round's number."""
+    """Cohorts as a function of a secret key of 128 bits and the round's number.
+
+    Attributes:
+      seeded: the key comes from a seed that someone knows.
+    """
 
     def __init__(self, client_ids: Iterable[Hashable], seed: int | None):
         self.client_ids = [*client_ids] if not isinstance(client_ids, str) else []
@@ -37,6 +41,7 @@ class _Sampler(abc.ABC):
         seed = _checks.optional(_checks.whole, "seed", seed, 0, "leave it out for the operating system's entropy")
         words = np.random.SeedSequence(seed).generate_state(2, np.uint64) if seed is not None else None
         self._key = secrets.randbits(128) if words is None else int(words[0]) << 64 | int(words[1])
+        self.seeded = seed is not None
 
     @property
     @abc.abstractmethod
@@ -57,7 +62,8 @@ class _Sampler(abc.ABC):
     def get_state(self) -> Json:
         """Returns what `set_state` needs to go on in another process, JSON-ready. It is as secret as the cohorts
         are."""
-        return {"kind": type(self).__name__, "key": f"{self._key:032x}", "population": len(self.client_ids)}
+        state = {"kind": type(self).__name__, "key": f"{self._key:032x}", "population": len(self.client_ids)}
+        return {**state, **({"seeded": True} if self.seeded else {})}
 
     def set_state(self, state: Json) -> None:
         """Makes this the sampler that ``state`` was taken of, given the same clients in the same order.
@@ -71,7 +77,7 @@ class _Sampler(abc.ABC):
                     f"The sampler's {name} is {own!r}, but the saved one's is {state.get(name)!r}. Continue with the "
                     "sampler and the clients that the training began with."
                 )
-        self._key = int(state["key"], 16)
+        self._key, self.seeded = int(state["key"], 16), bool(state.get("seeded"))
 
     def remember(self, rounds: Mapping[int, Sequence[str]]) -> None:  # noqa: B027
         """Takes rounds, each with the names of its clients as strings, as drawn before. It does nothing where what was

@@ -32,6 +32,7 @@ from tfdpfl.federated._tff import client_element, tff
 from tfdpfl.federated.checkpoints import LEDGER, STATE, VERSION, Record, Round, completed, runs
 from tfdpfl.federated.guarantees import CohortCheck, ExampleLevel
 from tfdpfl.federated.privacy import (
+    KNOWN_COHORTS,
     Guarantee,
     Participation,
     RoundsRun,
@@ -67,6 +68,7 @@ class History(Mapping):
       stopped_by: ``"target_epsilon"`` if the next round would have passed it, else None.
       left_at: the clients whose own budget did not last, and the first round that each was left out of.
       trainings: for each level, what was promised and what ran, for `tfdpfl.federated.total_price`.
+      seeded: whether the cohorts come from a seed that someone knows.
       state: the process's last state. May hold the noise's seed: publish the model's weights, not this.
     """
 
@@ -83,6 +85,7 @@ class History(Mapping):
         self.left_at: dict[str, int] = {}
         self.trainings: dict[str, tuple[Guarantee, RoundsRun]] = {}
         self.state: State = None
+        self.seeded = False
 
     def __getitem__(self, column: str) -> list[float]:
         if column not in self._columns():
@@ -106,7 +109,7 @@ class History(Mapping):
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
-        return promises_of_levels(self.trainings, self.lost_rounds)
+        return promises_of_levels(self.trainings, self.lost_rounds, self.seeded)
 
     def statement(self) -> str:
         """Returns the guarantee in English: the ε of each level, rounded up, with its conditions."""
@@ -120,6 +123,8 @@ class History(Mapping):
                 f"  {level} level: epsilon = {rounded_up(epsilon)} at delta = {self.delta:g} "
                 f"(adjacency {self.adjacency[column]}, accountant {self.accountant[column]})"
             )
+        if self.seeded:
+            lines.append(f"  {KNOWN_COHORTS}")
         if self.lost_rounds:
             lines.append(f"  {self.lost_rounds} more begun and lost: charged where they may have been seen")
         if "client" in self.epsilon:
@@ -271,6 +276,7 @@ def train(
     history.cohorts = [round_.cohort for round_ in done]
     history.left_out = [round_.absent for round_ in done]
     history.lost_rounds = len(ledger.begun) - len(done)
+    history.seeded = bool(getattr(sampler, "seeded", False)) and bool(ledger.sampled)
     return history
 
 
@@ -379,6 +385,11 @@ class _Ledger:
         levels = [guarantee.level for guarantee in self.guarantees]
         if len(set(levels)) < len(levels):
             raise PrivacyError(f"process.privacy has two guarantees of one level, {levels}: combine them into one.")
+
+    @property
+    def sampled(self) -> bool:
+        """Whether ε depends on that the cohorts are drawn anew."""
+        return bool(self.guarantees and self.participation and self.participation.scheme.sampled_anew)
 
     def check_population(self, known: int) -> None:
         p = self.participation

@@ -15,6 +15,7 @@ from tfdpfl.federated.privacy import check_target
 from tfdpfl.flower._flwr import Context, Message, arrays_of, log, only
 from tfdpfl.flower.local import FAILURES, private_reply
 from tfdpfl.flower.reports import ClientLedger, refused
+from tfdpfl.flower.spent import seeded_by
 
 __all__ = ["example_dp"]
 
@@ -94,6 +95,7 @@ def example_dp(
             )
         except FAILURES:
             return _failed(message)
+        cost.seeded = seeded_by(seed)
         if expected not in trainer:
             arguments = dict(
                 l2_norm_clip=l2_norm_clip, noise_multiplier=noise_multiplier, expected_batch_size=expected, seed=seed

@@ -80,7 +80,7 @@ def local_dp_mod(
         z = _positive("noise_multiplier", _setting(noise_multiplier, context))
         sent = arrays_of(only(message.content.array_records, "ArrayRecord"))
         kept = ClientLedger(context, "local", ledger_path)
-        cost = ledger_of_uploads(z)
+        cost = ledger_of_uploads(z, seed=seed)
         over = over_budget(kept.with_more(cost), delta, target_epsilon)
         if over:
             return refused(message, over)

@@ -67,7 +67,7 @@ def nbafl_mod(
         total = ClippedSum(zero, clip)  # of the weights themselves
         if not add_answer(total, message, context, call_next):
             total = unchanged
-        kept.spend(ledger_of_uploads(nbafl.sigma_u / clip))
+        kept.spend(ledger_of_uploads(nbafl.sigma_u / clip, seed=seed))
         noisy = noised(total, nbafl.sigma_u, normals)
         report = kept.report(nbafl.delta, claimed_epsilon=nbafl.claimed_epsilon)
         return private_reply(message, noisy, weighted_by_key, report)
@@ -103,7 +103,7 @@ def clip_and_noise_gradients(
         total.add(named)
     except ValueError as error:
         log.warning("A gradient counts as zero: %s", error)
-    ledger.merge(ledger_of_uploads(sigma / clip))
+    ledger.merge(ledger_of_uploads(sigma / clip, seed=seed))
     return [*noised(total, sigma, Normals(seed)).values()]
 
 
@@ -196,6 +196,7 @@ class NbAFLStrategy(DifferentialPrivacy):
             level_promise(
                 guarantee, fixed(epsilons[guarantee.level], self.delta, "pld"), part=f"{guarantee.level} level",
                 sampling=self.participation.text(), mechanisms=[f"{self.rounds_charged} rounds, NbAFL"],
+                warnings=self._of_seed(),
             )
             for guarantee in self.privacy
         ]  # fmt: skip
@@ -203,7 +204,8 @@ class NbAFLStrategy(DifferentialPrivacy):
     def statement(self) -> str:
         """States what the paper claims, and what is proven for what ran."""
         epsilons = self._epsilons()
-        return (
+        lines = [
             f"{self.rounds_charged} rounds of NbAFL: {self.nbafl}\n  so far, by the accountant: uploads epsilon = "
             f"{epsilons['local']:.4g}, released models epsilon = {epsilons['client']:.4g} at delta = {self.delta:g}"
-        )
+        ]
+        return "\n".join([*lines, *(f"  {warning}" for warning in self._of_seed())])

@@ -22,7 +22,7 @@ from tfdpfl.federated.samplers import PoissonClientSampler
 from tfdpfl.flower.journal import Record
 from tfdpfl.noise.strategies import KINDS
 
-__all__ = ["Draw", "Settings", "ledger_of_uploads"]
+__all__ = ["Draw", "Settings", "ledger_of_uploads", "seeded_by"]
 
 _CLASSES = (AdaptiveClip, ClientLevel, CorrelatedLevel, LocalLevel, NbAFLLevel, NoisedMetrics)
 
@@ -88,11 +88,18 @@ class Draw:
         )
 
 
-def ledger_of_uploads(noise_multiplier: float, count: int = 1) -> PrivacyLedger:
+def ledger_of_uploads(noise_multiplier: float, count: int = 1, seed: int | None = None) -> PrivacyLedger:
     """Returns what a client's noisy updates cost it. One update becomes any other, so it moves by 2 clips."""
     from dp_accounting import dp_event
 
-    return PrivacyLedger().add(dp_event.GaussianDpEvent(noise_multiplier / 2), count, adjacency="replace_one")
+    ledger = PrivacyLedger().add(dp_event.GaussianDpEvent(noise_multiplier / 2), count, adjacency="replace_one")
+    ledger.seeded = seeded_by(seed)
+    return ledger
+
+
+def seeded_by(seed: int | None) -> frozenset[str]:
+    """Returns what a ledger says of the noise of this seed; nothing if it is the operating system's."""
+    return frozenset() if seed is None else frozenset({"tfdpfl.flower"})
 
 
 @dataclasses.dataclass(frozen=True)

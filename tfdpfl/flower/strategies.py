@@ -23,7 +23,7 @@ from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_accountant, check_delta
-from tfdpfl.accounting.promises import Promise
+from tfdpfl.accounting.promises import SEEDED, Promise
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.clips import check_adapted
 from tfdpfl.errors import PrivacyError
@@ -300,8 +300,11 @@ class DifferentialPrivacy(Strategy):
         ]
         if self._unprotected:
             lines.append("  evaluation metrics are exact, and what they give away is in no epsilon")
-        lines += [f"  {note}" for note in notes_on_delta(self.delta, p.population)]
+        lines += [f"  {note}" for note in (*notes_on_delta(self.delta, p.population), *self._of_seed())]
         return "\n".join(lines)
+
+    def _of_seed(self) -> list[str]:
+        return [] if self._seed is None else [SEEDED.format("seed")]
 
     def _ledger_of(self, rounds: int, evaluations: int = 0, cohorts: Sequence[Sequence[str]] = ()) -> PrivacyLedger:
         run = RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts)

@@ -23,7 +23,7 @@ from tfdpfl._types import Arrays, DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
-from tfdpfl.accounting.promises import Promise
+from tfdpfl.accounting.promises import SEEDED, Promise
 from tfdpfl.pate import bounds, pricing
 from tfdpfl.pate.epsilon import Epsilon, votes_promise
 from tfdpfl.pate.votes import as_counts
@@ -285,6 +285,7 @@ class Answers:
         )
         # The event has the replacement in it.
         how = {"event": self.dp_event, "event_adjacency": "add_or_remove_one", "mechanisms": [text]}
+        how["warnings"] = self.mechanism.warnings
         return [votes_promise(private, **how)]
 
     def epsilon(self, delta: float, data_dependent: bool = False) -> Epsilon:
@@ -352,6 +353,11 @@ class Aggregator(abc.ABC):
         """Answers batches of votes one by one, for more queries than fit in memory. Arguments as `aggregate`."""
         for votes in batches:
             yield self.aggregate(votes, num_classes, **options)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Returns what must be read before the figures."""
+        return [] if self.seed is None else [SEEDED.format("seed")]
 
     def promises(self, delta: float) -> list[Promise]:
         """Refuses, because an aggregator has spent nothing: its `Answers` are a part of a report."""

@@ -51,6 +51,7 @@ class PATEReport:
         vote_accuracy: How often the plurality of the votes is right, where the truth is known. Not to be published.
         label_accuracy: How often the labels are right, where the truth is known.
         student_accuracy: On the test data, where there are some.
+        warnings: What must be read before the figures.
     """
 
     mechanism: str
@@ -66,6 +67,7 @@ class PATEReport:
     vote_accuracy: float | None
     label_accuracy: float | None
     student_accuracy: float | None
+    warnings: tuple[str, ...] = ()
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
@@ -74,7 +76,8 @@ class PATEReport:
             f"{self.answered_by_teachers} by the teachers"
         )
         note = "If you publish the sanitised figure, the total costs more than this."
-        return self.epsilon.promises(delta, self.budget_data_dependent, mechanisms=[text], notes=[note])
+        more = {"mechanisms": [text], "notes": [note], "warnings": self.warnings}
+        return self.epsilon.promises(delta, self.budget_data_dependent, **more)
 
     def __str__(self) -> str:
         lines = [
@@ -95,6 +98,7 @@ class PATEReport:
             lines.append(f"  labels right: {self.label_accuracy:.2%}")
         if self.student_accuracy is not None:
             lines.append(f"  student right: {self.student_accuracy:.2%}")
+        lines += [f"  {warning}" for warning in self.warnings]
         return "\n".join([*lines, "  neighbours: data sets of the same size that differ in one teacher's example"])
 
     def plot(self, path: str | os.PathLike | None = None, *, alone: float | None = None) -> Axes:
@@ -313,6 +317,7 @@ class PATE:
             vote_accuracy=None if truth is None else float(np.mean(answers.counts.argmax(axis=1) == truth)),
             label_accuracy=right,
             student_accuracy=self._student_accuracy,
+            warnings=tuple(self.aggregator.warnings),
         )
 
     def plot_margins(self, path: str | os.PathLike | None = None) -> Axes:
