@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import tfdpfl
@@ -339,6 +342,29 @@ def test_adult_is_learnt_nearly_as_well_as_without_privacy():
     plain = LogisticRegression(max_iter=500).fit(x, y).score(x_test, y_test)
     private = DPLogisticRegression(1.0, 1e-6, data_norm=3.0).fit(x, y).score(x_test, y_test)
     assert private > plain - 0.025  # six runs: 0.008 to 0.015 below
+
+
+def test_a_report_has_the_fits_of_clones_as_of_a_grid_search():
+    model = DPLogisticRegression(1.0, 1e-7, data_norm=3.0, solver="objective")
+    search = GridSearchCV(model, {"C": [0.1, 1.0]}, cv=3).fit(X, Y)
+    best = search.best_estimator_
+    assert best.releases_ == 1 and best.price(1e-5).epsilon == 1.0
+    for one in (best, model):  # six fits of the search, and the last one
+        (promise,) = one.promises(1e-5)
+        assert promise.cost(1e-5, "pld").epsilon == pytest.approx(7.0)
+        assert "1 fits" not in promise.mechanisms[0] and promise.mechanisms[-1].startswith("ε includes the fits of")
+    with pytest.raises(tfdpfl.PrivacyError, match="delta=6e-07 has no price"):
+        promise.cost(6e-7, "pld")
+    model.set_params(solver="gradient", num_steps=4).fit(X, Y)
+    steps = clone(model).fit(X, Y)
+    assert len(steps.dp_event.events) == 1 and steps.promises(1e-5)[0].event is None
+    alone = fitted(solver="gradient", num_steps=4)
+    clone(alone).fit(X, Y)
+    (promise,) = pickle.loads(pickle.dumps(alone)).promises(DELTA)
+    assert promise.cost(DELTA, "pld") == fitted(solver="gradient", num_steps=4).fit(X, Y).price(DELTA)
+    older = fitted(solver="gradient", num_steps=4)
+    del older._family  # as it was saved by an earlier release
+    assert older.fit(X, Y).promises(DELTA)[0].cost(DELTA, "pld") == older.price(DELTA)
 
 
 def test_a_statement_tells_what_each_fit_cost_whatever_was_set_since():

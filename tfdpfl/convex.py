@@ -5,9 +5,11 @@ The loss is convex, so better and simpler mechanisms than DP-SGD are known.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from scipy import sparse
@@ -40,9 +42,20 @@ _SIGNAL = 200  # rows * ε / sqrt(features) below which noisy steps that stop ea
 
 _COVERED = (
     "Covered: the weights, and what is computed from them.",
-    "Not covered: the number of rows, the classes, fits of clones (as in a grid search), and statistics that the "
-    "features were scaled by.",
+    "Not covered: the number of rows, the classes, scores on private rows (as in a grid search), fits of clones in "
+    "other processes (n_jobs), and statistics that the features were scaled by.",
 )
+
+
+_Spent: TypeAlias = tuple[DpEvent | None, float, float]  # of a fit: its event, if it has one, and its (ε, δ)
+_Ran: TypeAlias = tuple[str, float, float, bool]  # its solver, ε and δ, and whether its noise came from a seed
+
+
+def _event_of(events: Sequence[DpEvent | None]) -> DpEvent | None:
+    """Fits as one event; None if one has none, or there is no fit."""
+    from dp_accounting import dp_event
+
+    return None if not events or None in events else dp_event.ComposedDpEvent([*events])
 
 
 class DPLogisticRegression(ClassifierMixin, BaseEstimator):
@@ -56,7 +69,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     Two data sets are neighbours (`adjacency`, "zero_out") if the loss of one row is zero in one of them. So the number
     of rows is public. Each call of ``fit`` costs (ε, δ) again, and so does each fit of a grid search. `price` adds up
-    the fits of this object, and `tfdpfl.reports.report` accepts the object as a part.
+    the fits of this object. `tfdpfl.reports.report` accepts the object as a part, and adds up those of its clones in
+    this process too: search with ``n_jobs=None``.
 
     The weight of a row is `sample_weight` times `class_weight`, and multiplies its loss. The noise is for the largest
     possible weight, so weights above 1 do not make a row count more against the noise.
@@ -143,9 +157,11 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             self._rows(X), y, len(classes), self._norm, 1 / self.C, self._seed(), weight=weight, largest_weight=largest
         )
         weights, self.noise_multiplier_, self.dp_event_ = getattr(self, f"_{solver}")(problem)
+        family = self._relatives()
         self._spent = (*self.__dict__.get("_spent", ()), (self.dp_event_, float(self.epsilon), float(self.delta)))
         seeded = self.random_state is not None  # arguments may be set anew after a fit, and what ran stays
         self._ran = (*self.__dict__.get("_ran", ()), (solver, float(self.epsilon), float(self.delta), seeded))
+        family.append((self._spent[-1], self._ran[-1]))
         weights = weights.reshape(problem.shape)
         self.coef_ = weights[:, : X.shape[1]]
         self.intercept_ = weights[:, -1] * self.data_norm if self.fit_intercept else np.zeros(len(weights))
@@ -160,16 +176,14 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     @property
     def dp_event(self) -> DpEvent | None:
         """All fits as one dp-accounting event under `adjacency`; None if one used "objective", or none has run."""
-        from dp_accounting import dp_event
-
-        events = [event for event, _, _ in self.__dict__.get("_spent", ())]
-        return None if not events or None in events else dp_event.ComposedDpEvent(events)
+        return _event_of([event for event, _, _ in self.__dict__.get("_spent", ())])
 
     def promises(self, delta: float) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
-        event = self.dp_event
+        family = self._relatives()
+        spent, ran = [cost for cost, _ in family], [how for _, how in family]
+        event = _event_of([event for event, _, _ in spent])
         planned = (getattr(self, "solver_", self.solver), float(self.epsilon), float(self.delta))
-        ran = self.__dict__.get("_ran", ((*planned, self.random_state is not None),) * self.releases_)
         warnings = [] if ran else [PLANNED]
         if any(seeded for *_, seeded in ran) or self.random_state is not None:
             warnings.append(SEEDED.format("random_state"))
@@ -177,9 +191,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         texts = [
             f"{how}, epsilon {e:g} at delta {d:g} a fit, {n} fit{'s' * (n != 1)}" for (how, e, d), n in fits.items()
         ]
+        if len(family) > self.releases_:
+            texts.append("ε includes the fits of clones, as those of a grid search")
         return [Promise(
             kind="logistic regression", adjacency=self.adjacency, unit="example", event=event,
-            price=self.price if event is None else None, mechanisms=texts, notes=_COVERED, warnings=warnings,
+            price=functools.partial(self._priced, spent) if event is None else None,
+            mechanisms=texts, notes=_COVERED, warnings=warnings,
         )]  # fmt: skip
 
     def price(self, delta: float, accountant: str = "pld") -> Price:
@@ -192,10 +209,13 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         Raises:
           PrivacyError: `delta` is smaller than that sum.
         """
+        return self._priced(self.__dict__.get("_spent", ()), delta, accountant)
+
+    def _priced(self, spent: Sequence[_Spent], delta: float, accountant: str = "pld") -> Price:
         from dp_accounting import dp_event
 
         delta, accountant = check_delta(delta), check_accountant(accountant)
-        spent = self.__dict__.get("_spent", ()) or ((None, float(self.epsilon), float(self.delta)),)
+        spent = spent or [(None, float(self.epsilon), float(self.delta))]
         alone = [(epsilon, least) for event, epsilon, least in spent if event is None]
         events = [event for event, _, _ in spent if event is not None]
         epsilon, least = (math.fsum(part) for part in zip(*alone, strict=True)) if alone else (0.0, 0.0)
@@ -237,6 +257,18 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         tags.input_tags.sparse = True
         tags.non_deterministic = self.random_state is None
         return tags
+
+    def _relatives(self) -> list[tuple[_Spent, _Ran]]:
+        """What the fits of this object and of all its clones cost: one list that clones share."""
+        spent = self.__dict__.get("_spent", ())
+        how = (getattr(self, "solver_", self.solver), float(self.epsilon), float(self.delta))
+        ran = self.__dict__.get("_ran", ((*how, self.random_state is not None),) * len(spent))
+        return self.__dict__.setdefault("_family", [*zip(spent, ran, strict=True)])
+
+    def __sklearn_clone__(self) -> Estimator:
+        twin = super().__sklearn_clone__()
+        twin._family = self._relatives()
+        return twin
 
     # -- the mechanisms: (weights, noise multiplier, event) ----------------------------------------------------
 
