@@ -1,6 +1,11 @@
 """What Keras 2 alone does with an optimizer."""
 
+import io
+import pathlib
+import zipfile
+
 import conftest as c
+import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -64,3 +69,58 @@ def test_the_wrapper_that_keras_2_adds_by_itself_trains_and_keeps_the_noise():
 def test_legacy_optimizers_are_refused_with_the_mend():
     with pytest.raises(TypeError, match=r"use tf\.keras\.optimizers"):
         make_dp_optimizer_class(keras.optimizers.legacy.SGD)
+
+
+class Measured(keras.Model):
+    """It has a metric of its own, and a layer has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.own = keras.layers.Dense(3, activation="softmax"), keras.metrics.Mean(name="own")
+        self.dense.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.dense.seen.update_state(inputs)
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.own.update_state(data[0])
+        return logs
+
+
+def numbers_in(path):
+    """All that a file holds."""
+    if tf.io.gfile.isdir(path) or tf.io.gfile.exists(path + ".index"):
+        point = path + "/variables/variables" if tf.io.gfile.isdir(path) else path
+        names = [name for name, _ in tf.train.list_variables(point) if not name.startswith("_")]
+        return {name: np.asarray(tf.train.load_variable(point, name)) for name in names}
+    content, found = pathlib.Path(path).read_bytes(), {}
+    if path.endswith("keras"):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            content = archive.read("model.weights.h5")
+    with h5py.File(io.BytesIO(content)) as tree:
+        tree.visititems(lambda name, each: found.update({name: each[()]}) if hasattr(each, "dtype") else None)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+@pytest.mark.parametrize("how", ["keras", "weights.h5", *([] if KERAS3 else ["folder", "weights", "in mid epoch"])])
+def test_no_file_of_a_private_model_holds_what_its_metrics_measured(how, tmp_path):
+    x, y = c.examples(12)
+    model, path = Measured(), str(tmp_path / f"model.{'keras' if how == 'in mid epoch' else how}")
+    model.compile(tfdpfl.DPSGD(CLIP, 1.0), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    save = model.save_weights if "weights" in how else model.save
+    saves = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs=None: batch or save(path))
+    log = model.fit(x, y, batch_size=6, verbose=0, callbacks=[saves] if how == "in mid epoch" else [])
+    loss, accuracy = log.history["loss"][0], log.history["accuracy"][0]
+    if how != "in mid epoch":
+        save(path)
+    found = {k: v for k, v in numbers_in(path).items() if "metric" in k or "total" in k or "count" in k or "seen" in k}
+    assert (len(found) > 0) is not KERAS3
+    assert not any(np.any(v) for v in found.values())
+    assert not any(np.isclose(v, 12 * loss) for v in numbers_in(path).values() if not np.shape(v))
+    if not KERAS3:  # what was measured is there as before, and is the mean of both halves
+        measured = {"loss": loss, "accuracy": accuracy, "own": x.mean(), "seen": x.mean()}
+        assert {m.name: float(m.result()) for m in model.metrics} == pytest.approx(measured, abs=1e-5)

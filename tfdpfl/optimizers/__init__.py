@@ -507,8 +507,10 @@ def _make(base: type, name: str) -> type[DPOptimizer]:
         of_keras: ModuleType = keras
     elif hasattr(base, "compute_gradients") and hasattr(base, "_create_iteration_variable"):
         from tfdpfl.optimizers._keras2 import Keras2Adapter as adapter
+        from tfdpfl.optimizers._keras2 import keep_measurements_out_of_files
 
         of_keras = _keras2_of(base)
+        keep_measurements_out_of_files(of_keras.Model)
     else:
         raise TypeError(
             f"{base.__module__}.{base.__name__} is not an optimizer that can be made private. Legacy optimizers "

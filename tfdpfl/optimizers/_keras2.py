@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._frames import callers
+from tfdpfl._frames import callers, optimizer_of
+from tfdpfl._types import Model
 from tfdpfl._variables import plain_variable
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.graph import function_graph
@@ -17,7 +20,7 @@ from tfdpfl.optimizers import _past
 from tfdpfl.optimizers._fused_adam import forget_powers
 from tfdpfl.optimizers._privatizer import GradientPrivatizer
 
-__all__ = ["Keras2Adapter"]
+__all__ = ["Keras2Adapter", "keep_measurements_out_of_files"]
 
 _ROWS = "tfdpfl_rows"
 _FROM_PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
@@ -192,3 +195,44 @@ def _calls_are_data_free(op: tf.Operation) -> bool:
             if not (entry or (_calls_are_data_free(inner) if inner.inputs else _is_data_free(inner))):
                 return False
     return True
+
+
+@functools.cache
+def keep_measurements_out_of_files(model_class: type) -> None:
+    """Has the files of private models hold zeros in place of what their metrics measured.
+
+    Keras 2 saves metrics with the model, also those that `compile` makes: the exact loss of the last epoch's examples.
+    The model itself keeps them, because a file may be saved in the middle of an epoch.
+
+    Args:
+      model_class: `Model` of the Keras that saves.
+    """
+    api = inspect.unwrap(model_class.save).__globals__["saving_api"]  # type: ignore[attr-defined]
+    for module in (api.saving_lib, api.legacy_sm_saving_lib):
+        for name in {"save_model", "save_weights", "save_weights_only"} & vars(module).keys():
+            setattr(module, name, _without_measurements(getattr(module, name)))
+
+
+def _without_measurements(save: Callable) -> Callable:
+    @functools.wraps(save)
+    def save_the_rest(model: Model, *args: object, **kwargs: object) -> object:
+        private = hasattr(optimizer_of(model), "_dp") or any(_past.stepped_on_model(model))
+        measured = [(v, tf.identity(v)) for v in (_measurements(model) if private else [])]
+        try:
+            for variable, value in measured:
+                variable.assign(tf.zeros_like(value))
+            return save(model, *args, **kwargs)
+        finally:
+            for variable, value in measured:
+                variable.assign(value)
+
+    return save_the_rest
+
+
+def _measurements(model: Model) -> list[tf.Variable]:
+    """Returns the variables of all metrics that Keras saves with a model."""
+    compiled = [getattr(model, name, None) for name in ("compiled_loss", "compiled_metrics")]
+    holders = [model, *(each for each in compiled if each is not None)]
+    metrics = [metric for each in holders for metric in each.metrics]
+    metrics += [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    return list({id(v): v for metric in metrics for v in metric.variables}.values())
