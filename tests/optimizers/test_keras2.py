@@ -79,6 +79,10 @@ class Measured(keras.Model):
         self.dense, self.own = keras.layers.Dense(3, activation="softmax"), keras.metrics.Mean(name="own")
         self.dense.seen = keras.metrics.Mean(name="seen")
 
+    @property
+    def metrics(self):
+        return [self.own]  # as custom train steps have it: Keras saves the others, too
+
     def call(self, inputs):
         self.dense.seen.update_state(inputs)
         return self.dense(inputs)
@@ -114,7 +118,7 @@ def test_no_file_of_a_private_model_holds_what_its_metrics_measured(how, tmp_pat
     save = model.save_weights if "weights" in how else model.save
     saves = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs=None: batch or save(path))
     log = model.fit(x, y, batch_size=6, verbose=0, callbacks=[saves] if how == "in mid epoch" else [])
-    loss, accuracy = log.history["loss"][0], log.history["accuracy"][0]
+    loss = log.history["loss"][0]
     if how != "in mid epoch":
         save(path)
     found = {k: v for k, v in numbers_in(path).items() if "metric" in k or "total" in k or "count" in k or "seen" in k}
@@ -122,5 +126,5 @@ def test_no_file_of_a_private_model_holds_what_its_metrics_measured(how, tmp_pat
     assert not any(np.any(v) for v in found.values())
     assert not any(np.isclose(v, 12 * loss) for v in numbers_in(path).values() if not np.shape(v))
     if not KERAS3:  # what was measured is there as before, and is the mean of both halves
-        measured = {"loss": loss, "accuracy": accuracy, "own": x.mean(), "seen": x.mean()}
-        assert {m.name: float(m.result()) for m in model.metrics} == pytest.approx(measured, abs=1e-5)
+        for metric in (model.own, model.dense.seen):
+            assert float(metric.result()) == pytest.approx(x.mean(), abs=1e-5)
