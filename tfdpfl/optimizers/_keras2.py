@@ -231,8 +231,5 @@ def _without_measurements(save: Callable) -> Callable:
 
 def _measurements(model: Model) -> list[tf.Variable]:
     """Returns the variables of all metrics that Keras saves with a model."""
-    compiled = [getattr(model, name, None) for name in ("compiled_loss", "compiled_metrics")]
-    holders = [model, *(each for each in compiled if each is not None)]
-    metrics = [metric for each in holders for metric in each.metrics]
-    metrics += [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    metrics = [*model.metrics, *(metric for layer in model._flatten_layers() for metric in layer._metrics)]
     return list({id(v): v for metric in metrics for v in metric.variables}.values())
