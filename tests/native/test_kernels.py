@@ -34,13 +34,26 @@ def guarded(values):
     return inside, memory
 
 
-def run(x, dy, kernel, strides, rates, pads, *, c=None, form=False, norms=True, threads=1, instructions=0):
+def run(x, dy, kernel, strides, rates, pads, *, c=None, form=False, norms=True, threads=1, instructions=0,
+        depthwise=False):  # fmt: skip
     """What the library makes: (each, norms, total), None for what is not asked for."""
-    shapes = [(len(x), *kernel, x.shape[3], dy.shape[3]), (len(x),), (*kernel, x.shape[3], dy.shape[3])]
+    weights = (*kernel, dy.shape[3]) if depthwise else (*kernel, x.shape[3], dy.shape[3])
+    shapes = [(len(x), *weights), (len(x),), weights]
     wanted = [form, norms, c is not None]
     inputs = [guarded(x), guarded(dy), (c, None) if c is None else guarded(c)]
     outputs = [guarded(np.zeros(s, np.float32)) if w else (None, None) for s, w in zip(shapes, wanted, strict=True)]
-    sizes = [len(x), *x.shape[1:3], x.shape[3], *dy.shape[1:3], dy.shape[3], *kernel, *strides, *rates, *pads]
+    sizes = [
+        len(x),
+        *x.shape[1:3],
+        x.shape[3],
+        *dy.shape[1:3],
+        dy.shape[3],
+        *kernel,
+        *strides,
+        *rates,
+        *pads,
+        depthwise,
+    ]
     sizes = (ctypes.c_int64 * len(sizes))(*sizes)
     pointers = [None if a is None else a.ctypes.data for a, _ in inputs + outputs]
     assert LIBRARY.tfdpfl_filters(sizes, *pointers, threads, instructions) == 0
@@ -74,7 +87,7 @@ pairs = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, hig
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(batch=st.integers(0, 5), out=pairs(0, 6), kernel=pairs(1, 5), strides=pairs(1, 3), rates=pairs(1, 3),
-       pads=pairs(0, 3), cut=pairs(-4, 3), channels=st.sampled_from([1, 2, 3, 5, 8, 20]),
+       pads=pairs(0, 3), cut=pairs(-4, 3), channels=st.sampled_from([1, 2, 3, 5, 8, 17, 24]),
        filters=st.sampled_from([1, 2, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 65]), threads=st.integers(1, 4),
        seed=st.integers(0, 99))  # fmt: skip
 def test_any_convolution_agrees_with_sums_in_float64(
@@ -99,6 +112,33 @@ def test_any_convolution_agrees_with_sums_in_float64(
         close(total, np.tensordot(c, true, 1))
         np.testing.assert_array_equal(alone, norms)
         np.testing.assert_array_equal(again[c != 0], norms[c != 0])
+        if channels == filters:
+            own = true[..., range(channels), range(channels)]
+            each, norms, _ = run(x, dy, *geometry, form=True, depthwise=True, **how)
+            close(each, own)
+            close(norms, (own**2).sum((1, 2, 3)))
+            close(run(x, dy, *geometry, c=c, depthwise=True, **how)[2], np.tensordot(c, own, 1))
+
+
+@pytest.mark.parametrize("geometry", [((5, 3), (2, 1), (1, 1), (2, 1)), ((3, 1), (2, 1), (1, 2), (0, 0))],
+                         ids=["padded", "valid"])  # fmt: skip
+@pytest.mark.parametrize("channels", [1, 7, 16, 24, 33])
+@pytest.mark.parametrize("instructions", SETS)
+def test_a_channel_of_a_depthwise_convolution_meets_its_own_filter_alone(channels, geometry, instructions):
+    rng = np.random.default_rng(channels)
+    x, dy = (rng.normal(size=(5, *s, channels)).astype(np.float32) for s in ((11, 8), (5, 8)))
+    x[:, :, :, 0] *= 100
+    true = one_by_one(x, dy, *geometry)[..., range(channels), range(channels)]
+    c = np.array([1, 0, 0.5, 2, 1], np.float32)
+    each, norms, _ = run(x, dy, *geometry, form=True, instructions=instructions, depthwise=True)
+    total = run(x, dy, *geometry, c=c, threads=2, instructions=instructions, depthwise=True)[2]
+    for channel in range(channels):
+        close(each[..., channel], true[..., channel])
+        close(total[..., channel], np.tensordot(c, true, 1)[..., channel])
+    close(norms, (true**2).sum((1, 2, 3)))
+    x[0], dy[1] = np.nan, np.inf  # an example's channels lie beside those of the next
+    norms = run(x, dy, *geometry, instructions=instructions, depthwise=True)[1]
+    assert not np.isfinite(norms[:2]).any() and np.isfinite(norms[2:]).all()
 
 
 @pytest.mark.parametrize("instructions", SETS)
@@ -116,6 +156,9 @@ def test_norms_are_those_of_the_very_gradients_that_are_added(instructions):
     for i in range(3):
         c = np.eye(3, dtype=np.float32)[i]
         np.testing.assert_array_equal(run(x, dy, *geometry, c=c, threads=2, instructions=instructions)[2], each[i])
+    dy = rng.normal(size=x.shape).astype(np.float32)
+    each = run(x, dy, *geometry, form=True, depthwise=True, instructions=instructions)[0]
+    close(each, np.einsum("bijc,bijc->bc", x.astype(np.float64), dy)[:, None, None])
 
 
 def test_an_example_that_is_not_finite_is_left_out_by_a_factor_of_zero():
@@ -136,15 +179,16 @@ def test_the_sum_is_the_same_in_every_run_of_as_many_threads():
     assert all((m == made[0]).all() for m in made)
 
 
-SIZES = [2, 9, 9, 3, 7, 7, 4, 3, 3, 1, 1, 1, 1, 0, 0]
+SIZES = [2, 9, 9, 3, 7, 7, 4, 3, 3, 1, 1, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("at, size", [
     (0, -1), (1, -1), (3, -1), (4, -1), (6, -1), (7, 0), (8, -3), (9, 0), (10, -1), (11, 0), (12, -1), (13, -1),
     (0, 1 << 40), (1, 1 << 62), (4, 1 << 40), (6, 1 << 38), (7, 1 << 36), (9, 1 << 50), (11, 1 << 50), (13, 1 << 30),
+    (15, 2), (15, -1), (15, 1),
 ])  # fmt: skip
 def test_sizes_that_no_memory_has_are_refused(at, size):
-    sizes = (ctypes.c_int64 * 15)(*[size if i == at else n for i, n in enumerate(SIZES)])
+    sizes = (ctypes.c_int64 * 16)(*[size if i == at else n for i, n in enumerate(SIZES)])
     assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, 1, 0) == 1
 
 
@@ -184,7 +228,7 @@ def test_norms_of_rows_that_no_memory_has_are_refused(sizes, how):
 
 @pytest.mark.parametrize("threads, instructions", [(0, 0), (1, -1), (1, SETS[-1] + 1)])
 def test_instructions_that_the_processor_lacks_are_refused(threads, instructions):
-    sizes = (ctypes.c_int64 * 15)(*SIZES)
+    sizes = (ctypes.c_int64 * 16)(*SIZES)
     assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, threads, instructions) == 1
 
 

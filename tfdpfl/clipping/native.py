@@ -16,13 +16,14 @@ __all__ = ["Filters"]
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """A convolution's filter gradients, one for each example, [batch, entries of a window, filters].
+    """A convolution's filter gradients, one for each example, [batch, entries, filters].
 
     Args:
       images: [batch, height, width, channels], float32.
       gradients: [batch, *places, filters], of the summed losses with respect to the convolution's output.
-      entries: height times width times channels of the window.
-      settings: of height and width each: window, strides, rates, zeros before the first pixel (-1 for padding "SAME").
+      entries: height times width of the window, times its channels unless the convolution is depthwise.
+      settings: of height and width each: window, strides, rates, zeros before the first pixel (-1 for padding "SAME");
+        then 1 if each channel has one filter of its own (depthwise), else 0.
     """
 
     images: tf.Tensor

@@ -5,16 +5,21 @@
 #include <stdint.h>
 
 /* A batch of images [batch, height, width, channels] under a kernel [kernel_height, kernel_width, channels, filters].
- * Each pair is of height and width; pad is the number of zeros before the first pixel. */
+ * Each pair is of height and width; pad is the number of zeros before the first pixel. In a depthwise convolution (1, not
+ * 0) each channel has one filter of its own: the kernel is [kernel_height, kernel_width, channels], and filters equal
+ * channels. */
 typedef struct {
-    int64_t batch, size[2], channels, out[2], filters, kernel[2], stride[2], rate[2], pad[2];
+    int64_t batch, size[2], channels, out[2], filters, kernel[2], stride[2], rate[2], pad[2], depthwise;
 } Geometry;
+
+/* How many numbers of a window meet one filter. */
+static inline int64_t entries_of(const Geometry *g) { return g->kernel[0] * g->kernel[1] * (g->depthwise ? 1 : g->channels); }
 
 /* The same, as one thread works on it. */
 typedef struct {
     const Geometry *g;
     const int64_t *offsets; /* of the entries of a window, in the padded image: [entries] */
-    int64_t entries;        /* of a window: kernel height x kernel width x channels */
+    int64_t entries;        /* of a window, as entries_of has it */
     int64_t down, across;   /* from a window to the next, in the padded image */
     int64_t row;            /* from a place's output gradients to the next place's */
     int64_t first, last;    /* rows of places that are summed now */

@@ -94,7 +94,7 @@ typedef struct {
     const float *images, *gradients, *factors;
     float *each, *norms, *totals; /* totals: one a worker */
     Example example;
-    int64_t *offsets, entries, padded[2], rows_at_once, row;
+    int64_t *offsets, entries, padded[2], pixel, rows_at_once, row; /* pixel: numbers from one pixel to the next */
     int pads, widens, workers, failed;
     int64_t next, chunk;
 } Job;
@@ -110,9 +110,13 @@ static void pad_image(const Job *job, const float *image, float *to) {
     const Geometry *g = job->g;
     const int64_t rows = smaller(g->size[0], job->padded[0] - g->pad[0]);
     const int64_t columns = smaller(g->size[1], job->padded[1] - g->pad[1]);
-    for (int64_t i = 0; i < rows; i++)
-        memcpy(to + ((i + g->pad[0]) * job->padded[1] + g->pad[1]) * g->channels,
-               image + i * g->size[1] * g->channels, sizeof(float) * (size_t)(columns * g->channels));
+    for (int64_t i = 0; i < rows; i++) {
+        float *row = to + ((i + g->pad[0]) * job->padded[1] + g->pad[1]) * job->pixel;
+        const float *from = image + i * g->size[1] * g->channels;
+        const int64_t pieces = job->pixel == g->channels ? 1 : columns, length = columns * g->channels / larger(1, pieces);
+        for (int64_t j = 0; j < pieces; j++)
+            memcpy(row + j * job->pixel, from + j * g->channels, sizeof(float) * (size_t)length);
+    }
 }
 
 static void one_example(const Job *job, int64_t b, float *padded, float *widened, float *scratch, float *total) {
@@ -134,8 +138,8 @@ static void one_example(const Job *job, int64_t b, float *padded, float *widened
     double square = 0;
     const Result to = {job->each ? job->each + b * numbers : scratch, total, factor, job->norms ? &square : NULL};
     Pass pass = {.g = g, .offsets = job->offsets, .entries = job->entries, .row = job->row};
-    pass.down = g->stride[0] * job->padded[1] * g->channels;
-    pass.across = g->stride[1] * g->channels;
+    pass.down = g->stride[0] * job->padded[1] * job->pixel;
+    pass.across = g->stride[1] * job->pixel;
     for (int64_t i = 0; i < g->out[0] || i == 0; i += job->rows_at_once) {
         pass.first = i;
         pass.last = smaller(i + job->rows_at_once, g->out[0]);
@@ -154,7 +158,7 @@ static void filter_work(void *of, int number) {
     float *padded = NULL, *widened = NULL, *scratch = NULL;
     int ready = 1;
     if (job->pads)
-        ready = ready && (padded = calloc((size_t)(job->padded[0] * job->padded[1] * g->channels), sizeof(float)));
+        ready = ready && (padded = calloc((size_t)(job->padded[0] * job->padded[1] * job->pixel), sizeof(float)));
     if (job->widens)
         ready = ready && (widened = calloc((size_t)(g->out[0] * g->out[1] * job->row), sizeof(float)));
     if (!job->each && job->rows_at_once < g->out[0])
@@ -210,10 +214,12 @@ int tfdpfl_is_valid(const Geometry *g) {
     for (int k = 0; k < 2; k++)
         if (g->stride[k] < 1 || g->rate[k] < 1 || g->pad[k] < 0 || g->kernel[k] < 1 || g->size[k] < 0 || g->out[k] < 0)
             return 0;
+    if (g->depthwise != 0 && (g->depthwise != 1 || g->filters != g->channels)) return 0;
+    const int64_t each = g->depthwise ? 1 : g->channels; /* channels that meet a filter */
     const int64_t image[] = {g->batch, g->size[0], g->size[1], g->channels};
     const int64_t places[] = {g->batch, g->out[0], g->out[1], g->filters, 32};
-    const int64_t weights[] = {g->kernel[0], g->kernel[1], g->channels, g->filters, MOST_THREADS};
-    const int64_t stored[] = {g->batch, g->kernel[0], g->kernel[1], g->channels, g->filters};
+    const int64_t weights[] = {g->kernel[0], g->kernel[1], each, g->filters, MOST_THREADS};
+    const int64_t stored[] = {g->batch, g->kernel[0], g->kernel[1], each, g->filters};
     const int64_t reach[] = {larger(g->out[0], 1), g->stride[0], larger(g->out[1], 1), g->stride[1], g->channels};
     const int64_t window[] = {g->kernel[0], g->rate[0], g->kernel[1], g->rate[1], g->channels};
     return fits(image, 4) && fits(places, 5) && fits(weights, 5) && fits(stored, 5) && fits(reach, 5) &&
@@ -229,6 +235,8 @@ int tfdpfl_is_valid(const Geometry *g) {
  *   norms      [batch], or NULL: receives the squared norms of the very gradients that each and total are made of
  *   total      [kernel height, kernel width, channels, filters], or NULL: receives the weighted sum
  *
+ * In a depthwise convolution the kernel has no axis of filters.
+ *
  * Returns 0; 1 if sizes are negative or too large; 2 if there is no memory. */
 int tfdpfl_filters(const Geometry *g, const float *images, const float *gradients, const float *factors, float *each,
                    float *norms, float *total, int threads, int instructions) {
@@ -237,18 +245,20 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     int lanes;
     if (instructions == AVX512 && g->filters <= 8) instructions = AVX2;
     job.example = example_of(instructions, &lanes);
-    job.entries = g->kernel[0] * g->kernel[1] * g->channels;
+    job.entries = entries_of(g);
     const int64_t places = g->out[0] * g->out[1], numbers = job.entries * g->filters;
     for (int k = 0; k < 2; k++) {
         const int64_t reach = (larger(g->out[k], 1) - 1) * g->stride[k] + (g->kernel[k] - 1) * g->rate[k] + 1;
         job.padded[k] = larger(reach, g->size[k] + g->pad[k]);
         job.pads |= job.padded[k] != g->size[k];
     }
-    const int64_t pixels[] = {job.padded[0], job.padded[1], g->channels};
-    if (!fits(pixels, 3)) return INVALID;
     job.row = (g->filters + lanes - 1) / lanes * lanes;
     job.widens = job.row != g->filters;
-    const int64_t row_of_places = g->out[1] * job.row + g->stride[0] * job.padded[1] * g->channels;
+    job.pixel = g->depthwise ? job.row : g->channels;
+    job.pads |= job.pixel != g->channels;
+    const int64_t pixels[] = {job.padded[0], job.padded[1], job.pixel};
+    if (!fits(pixels, 3)) return INVALID;
+    const int64_t row_of_places = g->out[1] * job.row + g->stride[0] * job.padded[1] * job.pixel;
     job.rows_at_once = larger(1, CACHED / larger(1, row_of_places));
     const double worth = (double)places * (double)numbers * (double)g->batch / WORTH_A_THREAD;
     job.workers = (int)smaller(smaller(threads, MOST_THREADS), larger(1, g->batch));
@@ -263,8 +273,8 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
         int64_t entry = 0;
         for (int64_t i = 0; i < g->kernel[0]; i++)
             for (int64_t j = 0; j < g->kernel[1]; j++)
-                for (int64_t c = 0; c < g->channels; c++)
-                    job.offsets[entry++] = (i * g->rate[0] * job.padded[1] + j * g->rate[1]) * g->channels + c;
+                for (int64_t c = 0; c < (g->depthwise ? 1 : g->channels); c++)
+                    job.offsets[entry++] = (i * g->rate[0] * job.padded[1] + j * g->rate[1]) * job.pixel + c;
         if (total) memset(job.totals, 0, sizeof(float) * (size_t)(job.workers * numbers));
         run(filter_work, &job, job.workers);
         if (total && job.workers > 1) {

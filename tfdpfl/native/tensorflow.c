@@ -64,14 +64,14 @@ enum { TF_FLOAT = 1, TF_INT64 = 9 };
 FUNCTIONS(DECLARE)
 
 /* Attribute "settings" of all ops: kernel, strides, rates, zeros before the first pixel (-1: those of padding "SAME"),
- * each of height and width; threads and instruction set. */
-enum { SETTINGS = 10 };
+ * each of height and width; whether it is depthwise; threads and instruction set. */
+enum { DEPTHWISE = 8, THREADS, INSTRUCTIONS, SETTINGS };
 enum { FORM, NORMS, SUM };
 static const char *const NORMALS = "TfdpflNormals", *const ROWS = "TfdpflRowNorms";
 static const char *const NAMES[] = {"TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum"};
 
 static void *create(TF_OpKernelConstruction *construction) {
-    static const int least[SETTINGS] = {1, 1, 1, 1, 1, 1, -1, -1, 1, 0};
+    static const int least[SETTINGS] = {1, 1, 1, 1, 1, 1, -1, -1, 0, 1, 0};
     TF_Status *status = TF_NewStatus();
     int32_t *settings = calloc(SETTINGS, sizeof *settings);
     if (!settings) TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for a kernel.");
@@ -94,6 +94,7 @@ static int read_sizes(const int32_t *settings, TF_Tensor *const *inputs, int cou
     g->batch = TF_Dim(inputs[0], 0);
     g->channels = TF_Dim(inputs[0], 3);
     g->filters = TF_Dim(inputs[1], 3);
+    g->depthwise = settings[DEPTHWISE];
     for (int k = 0; k < 2; k++) {
         g->size[k] = TF_Dim(inputs[0], 1 + k);
         g->out[k] = TF_Dim(inputs[1], 1 + k);
@@ -124,8 +125,7 @@ static void compute(int what, const int32_t *settings, TF_OpKernelContext *conte
     if (TF_GetCode(status) == TF_OK && (!read_sizes(settings, inputs, count, &g) || !tfdpfl_is_valid(&g)))
         TF_SetStatus(status, TF_INVALID_ARGUMENT, "tfdpfl: the inputs' shapes are not those of a convolution.");
     if (TF_GetCode(status) == TF_OK) {
-        const int64_t entries = g.kernel[0] * g.kernel[1] * g.channels;
-        const int64_t each_dims[] = {g.batch, entries, g.filters};
+        const int64_t each_dims[] = {g.batch, entries_of(&g), g.filters};
         float *each = NULL, *norms = NULL, *total = NULL;
         if (what == FORM) each = allocated(context, 0, each_dims, 3, &outputs[0], status);
         if (what == SUM) total = allocated(context, 0, each_dims + 1, 2, &outputs[0], status);
@@ -133,8 +133,8 @@ static void compute(int what, const int32_t *settings, TF_OpKernelContext *conte
             norms = allocated(context, what == FORM, each_dims, 1, &outputs[1], status);
         if (TF_GetCode(status) == TF_OK &&
             tfdpfl_filters(&g, TF_TensorData(inputs[0]), TF_TensorData(inputs[1]),
-                           what == SUM ? TF_TensorData(inputs[2]) : NULL, each, norms, total, settings[8],
-                           settings[9]))
+                           what == SUM ? TF_TensorData(inputs[2]) : NULL, each, norms, total, settings[THREADS],
+                           settings[INSTRUCTIONS]))
             TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for per-example gradients.");
     }
     if (TF_GetCode(status) != TF_OK) TF_OpKernelContext_Failure(context, status);
@@ -316,7 +316,7 @@ static int register_normals(void) {
 }
 
 /* What the functions' arguments are, and the ops' attributes: a library of another number is not used. */
-int tfdpfl_interface(void) { return 4; }
+int tfdpfl_interface(void) { return 5; }
 
 /* Registers the ops with the TensorFlow whose library of this path is in memory. Returns 0; -1 if it is not, or lacks a
  * function; TensorFlow's code of an error. To be called once. */

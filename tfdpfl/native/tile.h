@@ -3,6 +3,8 @@
  *
  * gradient[entry][filter] = sum over places of image[place + offset[entry]] * out_gradient[place][filter]
  *
+ * and in a depthwise convolution, of image[place + offset[entry] + filter] * out_gradient[place][filter].
+ *
  * A tile of ROWS entries and VECTORS vectors of filters stays in registers while all places are summed. */
 
 typedef float NAME(V) __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -45,7 +47,7 @@ static __attribute__((noinline)) TARGET void NAME(finish)(const Pass *p, const f
     *to.square += NAME(added)(squares);
 }
 
-INLINE void NAME(tile)(const int rows, const int vectors, const Pass *p, const float *image, const float *gradient,
+INLINE void NAME(tile)(const int rows, const int vectors, const int depthwise, const Pass *p, const float *image, const float *gradient,
                        int64_t entry, int64_t filter, Result to) {
     V sum[MOST_ROWS][2];
     int64_t offset[MOST_ROWS];
@@ -64,9 +66,10 @@ INLINE void NAME(tile)(const int rows, const int vectors, const Pass *p, const f
             if (vectors > 1) g1 = *(const V *)(g + LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
-                const float entry_of_image = x[offset[r]];
-                sum[r][0] += entry_of_image * g0;
-                if (vectors > 1) sum[r][1] += entry_of_image * g1;
+                const float *entry_of_image = x + offset[r];
+                if (depthwise) sum[r][0] += *(const V *)(entry_of_image + filter) * g0;
+                else sum[r][0] += *entry_of_image * g0;
+                if (vectors > 1) sum[r][1] += *entry_of_image * g1;
             }
         }
     }
@@ -106,14 +109,14 @@ INLINE void NAME(tile)(const int rows, const int vectors, const Pass *p, const f
     NAME(finish)(p, tile, rows, vectors * LANES, entry, filter, to);
 }
 
-INLINE void NAME(columns)(const int most, const int vectors, const Pass *p, const float *image, const float *gradient,
-                          int64_t filter, Result to) {
+INLINE void NAME(columns)(const int most, const int vectors, const int depthwise, const Pass *p, const float *image,
+                          const float *gradient, int64_t filter, Result to) {
     const int64_t tiles = (p->entries + most - 1) / most;
     int64_t entry = 0;
     for (int64_t k = tiles; k > 0; k--) { /* tiles of as equal a height as may be */
         const int rows = (int)((p->entries - entry + k - 1) / k);
         switch (rows) {
-#define CASE(n) case n: if (n <= most) NAME(tile)(n, vectors, p, image, gradient, entry, filter, to); break;
+#define CASE(n) case n: if (n <= most) NAME(tile)(n, vectors, depthwise, p, image, gradient, entry, filter, to); break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
             CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
 #undef CASE
@@ -122,12 +125,17 @@ INLINE void NAME(columns)(const int most, const int vectors, const Pass *p, cons
     }
 }
 
-/* Its gradient's rows are a whole number of vectors long, so that reads beyond the last filter find zeros. */
+/* Its gradient's rows are a whole number of vectors long, so that reads beyond the last filter find zeros; in a depthwise
+ * convolution the image's rows are, too. */
 static TARGET void NAME(example)(const Pass *p, const float *image, const float *gradient, Result to) {
     int64_t filter = 0;
+    if (p->g->depthwise) {
+        for (; filter < p->g->filters; filter += LANES) NAME(columns)(MOST_ROWS, 1, 1, p, image, gradient, filter, to);
+        return;
+    }
     for (; p->g->filters - filter > LANES; filter += 2 * LANES)
-        NAME(columns)(TILE_ROWS, 2, p, image, gradient, filter, to);
-    if (filter < p->g->filters) NAME(columns)(MOST_ROWS, 1, p, image, gradient, filter, to);
+        NAME(columns)(TILE_ROWS, 2, 0, p, image, gradient, filter, to);
+    if (filter < p->g->filters) NAME(columns)(MOST_ROWS, 1, 0, p, image, gradient, filter, to);
 }
 
 #undef V
