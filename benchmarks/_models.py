@@ -165,6 +165,105 @@ def tied_decoder(keras: Any) -> Any:
     return keras.Model(inputs, tied(layers.LayerNormalization()(x), reverse=True))
 
 
+# Shapes that no kernel and no threshold was chosen by.
+
+
+def tabular(keras: Any) -> Any:
+    """30 columns, two layers of 64 units."""
+    layers = keras.layers
+    hidden = [layers.Dense(64, activation="relu") for _ in range(2)]
+    return keras.Sequential([layers.Input((30,)), *hidden, layers.Dense(2)])
+
+
+def text_cnn(keras: Any) -> Any:
+    """200 words of 20,000, two convolutions over five of them, and the maximum over the text."""
+    layers = keras.layers
+    convolutions = [layers.Conv1D(128, 5, activation="relu") for _ in range(2)]
+    inputs, words = layers.Input((200,), dtype="int32"), layers.Embedding(20_000, 64)
+    return keras.Sequential([inputs, words, *convolutions, layers.GlobalMaxPooling1D(), layers.Dense(10)])
+
+
+def separable_cnn(keras: Any) -> Any:
+    """Separable convolutions of 64 to 256 channels for 32x32 images, as in Keras's Xception, GroupNormalization."""
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((32, 32, 3)), layers.Conv2D(32, 3, padding="same", activation="relu")])
+    for channels in (64, 128, 256):
+        model.add(layers.SeparableConv2D(channels, 3, padding="same", use_bias=False))
+        model.add(layers.GroupNormalization(8))
+        model.add(layers.Activation("relu"))
+        model.add(layers.MaxPooling2D(2))
+    model.add(layers.GlobalAveragePooling2D())
+    model.add(layers.Dense(10))
+    return model
+
+
+def vgg(keras: Any) -> Any:
+    """Pairs of 3x3 convolutions of 32, 64 and 128 channels for 32x32 images."""
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((32, 32, 3))])
+    for channels in (32, 64, 128):
+        for _ in range(2):
+            model.add(layers.Conv2D(channels, 3, padding="same", activation="relu"))
+        model.add(layers.MaxPooling2D(2))
+    for part in (layers.Flatten(), layers.Dense(128, activation="relu"), layers.Dense(10)):
+        model.add(part)
+    return model
+
+
+def vision_transformer(keras: Any) -> Any:
+    """Patches of 4x4 pixels of 32x32 images, and two blocks of width 128."""
+    layers, size = keras.layers, {"width": 128, "heads": 4}
+    inputs = layers.Input((32, 32, 3))
+    x = layers.Reshape((64, 128))(layers.Conv2D(128, 4, strides=4)(inputs))
+    for _ in range(2):
+        x = _block(keras, x, size, causal=False)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+def unet(keras: Any) -> Any:
+    """Classes of the pixels of 64x64 images: two steps down, two up by transposed convolutions, with skips."""
+    layers = keras.layers
+
+    def convolutions(x: Any, channels: int) -> Any:
+        for _ in range(2):
+            x = layers.Conv2D(channels, 3, padding="same", activation="relu")(x)
+        return x
+
+    inputs = layers.Input((64, 64, 1))
+    first = convolutions(inputs, 16)
+    second = convolutions(layers.MaxPooling2D(2)(first), 32)
+    x = convolutions(layers.MaxPooling2D(2)(second), 64)
+    for skip, channels in ((second, 32), (first, 16)):
+        x = layers.Conv2DTranspose(channels, 2, strides=2)(x)
+        x = convolutions(layers.Concatenate()([x, skip]), channels)
+    return keras.Model(inputs, layers.Conv2D(3, 1)(x))
+
+
+def bidirectional_gru(keras: Any) -> Any:
+    """A GRU of 64 units over 50 steps of 16 features, in both directions."""
+    layers = keras.layers
+    both = layers.Bidirectional(layers.GRU(64))
+    return keras.Sequential([layers.Input((50, 16)), both, layers.Dense(10)])
+
+
+def recommender(keras: Any) -> Any:
+    """The last 50 of 10,000 items, their mean vector, two layers, and scores of all items."""
+    layers = keras.layers
+    inputs, items = layers.Input((50,), dtype="int32"), layers.Embedding(10_000, 64)
+    hidden = [layers.Dense(128, activation="relu"), layers.Dense(64, activation="relu")]
+    return keras.Sequential([inputs, items, layers.GlobalAveragePooling1D(), *hidden, layers.Dense(10_000)])
+
+
+def random_pixels(shape: tuple[int, ...], classes: int) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Makes batches of uniform noise of `shape` with a uniform label for each pixel."""
+
+    def batch(size: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(0)
+        return rng.random((size, *shape), np.float32), rng.integers(0, classes, (size, *shape[:-1]), np.int32)
+
+    return batch
+
+
 def random_batch(shape: tuple[int, ...], classes: int) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
     """Makes batches of uniform noise of `shape` with uniform labels."""
 
@@ -203,3 +302,14 @@ MODELS |= {  # for growth with the model's size
     f"mlp_{width}": BenchmarkModel(functools.partial(mlp, width=width), random_batch((784,), 10))
     for width in (256, 4096)
 }
+OTHER = {
+    "tabular": BenchmarkModel(tabular, random_batch((30,), 2)),
+    "text_cnn": BenchmarkModel(text_cnn, random_text(20_000, 200, 10)),
+    "separable_cnn": BenchmarkModel(separable_cnn, random_batch((32, 32, 3), 10)),
+    "vgg": BenchmarkModel(vgg, random_batch((32, 32, 3), 10)),
+    "vision_transformer": BenchmarkModel(vision_transformer, random_batch((32, 32, 3), 10)),
+    "unet": BenchmarkModel(unet, random_pixels((64, 64, 1), 3)),
+    "bidirectional_gru": BenchmarkModel(bidirectional_gru, random_batch((50, 16), 10)),
+    "recommender": BenchmarkModel(recommender, random_text(10_000, 50, 10_000)),
+}
+MODELS |= OTHER

@@ -269,6 +269,9 @@ SHORT = {
     "cnn": "CNN, 3×3", "resnet": "ResNet-14", "transformer": "transformer",
     "embedding": "embedding", "lstm": "LSTM, unrolled",
     "lstm_rolled": "LSTM, loop", "tied_decoder": "decoder, tied",
+    "tabular": "30 columns", "text_cnn": "text, Conv1D", "separable_cnn": "separable convolutions", "vgg": "VGG",
+    "vision_transformer": "vision transformer", "unet": "U-Net", "bidirectional_gru": "GRU, both ways",
+    "recommender": "10,000 items",
 }  # fmt: skip
 STEPS = {  # the competitors, as the tables name them
     "keras3": "Keras 3, plain",
