@@ -136,6 +136,11 @@ MEET = {
     "centred one by one": (
         lambda: ROWS.batch(8).map(lambda x, y: (tf.map_fn(lambda t: t - tf.reduce_mean(x, 0), x), y)), "another first"),
     "running sums": (lambda: ROWS.batch(8).map(lambda x, y: (tf.scan(lambda a, b: a + b, x), y)), "another first row"),
+    "sorted, with noise": (
+        lambda: ROWS.batch(8).map(lambda x, y: (tf.sort(x, 0) + tf.random.normal([1, 4]), y)), "another first row"),
+    "sorted, less two draws": (
+        lambda: ROWS.batch(8).map(lambda x, y: (
+            tf.sort(x, 0) * (tf.random.normal([1, 4]) - tf.random.normal([1, 4])), y)), "another first row"),
     "turned by one": (
         lambda: ROWS.batch(8).map(lambda x, y: (tf.cond(tf.reduce_max(y) > 9, lambda: x, lambda: -x), y)), "branch by"),
     "padded": (lambda: LENGTHS.padded_batch(3), "longest example.* and cut longer examples to it: padded_batch"),
@@ -175,7 +180,17 @@ def flipped(x, y):
     return tf.where(up, x, -x) + tf.random.normal(tf.shape(x)), y
 
 
+def among(x):
+    """What the engine cannot follow. Draws behind it have no seed."""
+    tf.random.set_seed(None)
+    return tf.cast(tf.searchsorted([0.0, 1.0], x[:, 0]), tf.float32)[:, None]
+
+
 APART = {
+    "draws beside what cannot be followed": lambda: ROWS.batch(8).map(
+        lambda x, y: (among(x) + tf.random.normal(tf.shape(x)), y)),
+    "the same in a loop": lambda: ROWS.batch(8).map(
+        lambda x, y: (among(x) + tf.map_fn(lambda t: t + tf.random.normal([4]), x), y)),
     "each its own draw": lambda: ROWS.shuffle(N).batch(8).map(flipped),
     "a small table": lambda: ROWS.map(lambda x, y: (x * tf.gather(tf.ones(9), tf.random.uniform([], 0, 9, tf.int32)), y)
                                       ).batch(8),

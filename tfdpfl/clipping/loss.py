@@ -20,7 +20,7 @@ from tfdpfl.clipping.gradients import examples_first
 from tfdpfl.clipping.graph import key
 from tfdpfl.clipping.refusals import NO_BATCH, mixing
 from tfdpfl.clipping.registry import look_up
-from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size
+from tfdpfl.clipping.states import BY_POSITION, Batch, Mixed, Public, Size, mixed
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["PerExampleLoss", "Term", "kind_of"]
@@ -122,7 +122,7 @@ class PerExampleLoss:
         if isinstance(state, Mixed) and state.name == t.op.name and state.why == BY_POSITION:
             raise self.refusal(state, t.op)  # no term of one example says which one it is
         if isinstance(state, Public | Batch) and rank is None:
-            raise self.refusal(Mixed(t.op.type, t.op.name, "has a shape of unknown rank"), t.op)
+            raise self.refusal(mixed(t.op, "has a shape of unknown rank"), t.op)
         if isinstance(state, Public):
             return Term("public", t, rank)
         if isinstance(state, Size):
@@ -143,7 +143,7 @@ class PerExampleLoss:
         return [self.term(t) for t in op.inputs]
 
     def refusal(self, state, op: tf.Operation) -> PrivacyError:
-        origin = state if isinstance(state, Mixed) else Mixed(op.type, op.name, "combines examples")
+        origin = state if isinstance(state, Mixed) else mixed(op, "combines examples")
         through = f"{op.type} {op.name!r}" if op.name != origin.name else None
         return PrivacyError(mixing(origin, through))
 

@@ -38,6 +38,7 @@ __all__ = [
     "first_mixed",
     "has_examples",
     "is_batch_free",
+    "meeting",
     "mixed",
     "plain",
     "weighs",
@@ -96,9 +97,12 @@ class Handle:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
+    """``meets``: the op is known to let examples meet; others cannot be followed."""
+
     op: str
     name: str
     why: str
+    meets: bool = dataclasses.field(default=False, kw_only=True)
 
     def describe(self) -> str:
         return f"{self.op} (in {layer_of(self.name)!r}) {self.why}"
@@ -161,6 +165,11 @@ def layer_of(op_name: str) -> str:
 
 def mixed(op: tf.Operation, why: str) -> Mixed:
     return Mixed(op.type, op.name, why)
+
+
+def meeting(op: tf.Operation, why: str) -> Mixed:
+    """The state of what an op makes of several examples."""
+    return Mixed(op.type, op.name, why, meets=True)
 
 
 def plain(state: State) -> State:

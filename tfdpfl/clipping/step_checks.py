@@ -14,7 +14,7 @@ from tfdpfl.clipping.graph import body_graphs, handed_on, is_branch, is_call, is
 from tfdpfl.clipping.ops.control_flow import carried
 from tfdpfl.clipping.refusals import mixing
 from tfdpfl.clipping.registry import look_up
-from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_batch_free
+from tfdpfl.clipping.states import TAINTED, Handle, Mixed, Public, State, is_batch_free, mixed
 from tfdpfl.clipping.variable_writes import tainted
 from tfdpfl.errors import PrivacyError
 
@@ -162,7 +162,7 @@ def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
         states = [analysis[t] for t in inputs]
         if is_loop(op):
             # Each by itself: what is counted stays public next to a loss.
-            unknown = Mixed(op.type, op.name, "is not known to keep examples apart")
+            unknown = mixed(op, "is not known to keep examples apart")
             states = carried(analysis, op, states, apart=True) or [unknown] * len(states)
             look, _, condition = analysis.body(op, "cond", inputs, states)
             chooser = condition.outputs[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from tfdpfl._types import Dataset
 from tfdpfl.clipping import graph as graph_tools
@@ -34,14 +35,6 @@ __all__ = [
 _SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
 _KEEPING = ("Cast", "Identity", "Reshape", "ExpandDims", "Squeeze", "Pack")
 _SELECT = frozenset(["Gather", "GatherNd", "ResourceGather", "ResourceGatherNd", "RandomShuffle"])
-# Why `BatchAxis` says that examples meet, of ops that are known to let them. It says more of ops that it cannot follow.
-_MEET = frozenset([
-    "reduces over the batch", "sums over the batch", "picks examples of the batch", "works along the batch axis",
-    "takes some examples of the batch, not all", "takes a branch by data",
-    "joins along the batch axis", "lets examples pick from one another",
-    "combines the examples along one axis with the examples along another", "normalises over the batch",
-    "multiplies the examples along one axis with the examples along another", "normalises examples together",
-])  # fmt: skip
 # Transformations that hand on the elements in the order in which they come, each once.
 _ALIGNED = (
     "tensorslice", "map", "batch", "prefetch", "options", "cache", "assertcardinality", "model", "take",
@@ -236,20 +229,18 @@ def _check_batches(dataset: Dataset, called: _Function) -> None:
 
 def _meetings(called: _Function) -> Iterator[str]:
     """Yields where examples meet in a function of a batch."""
-    from tfdpfl.clipping.states import Mixed
-
     names = {t.op.name for t in called.given if t.shape.rank != 0}
     axis = BatchAxis(called.graph, lambda t: Batch(0) if t.op.name in names else None, within=True)
     mixed = [state for state in map(axis.__getitem__, called.graph.outputs) if isinstance(state, Mixed)]
     for state in mixed:
-        if state.why in _MEET and _of_values(called.graph, state, called.given):
+        if state.meets and _of_values(called.graph, state, called.given):
             yield state.describe()
-    if mixed and _moves_others(called):
-        yield f"another first row changes the other rows of its result, and {mixed[0].describe()}"
     for op in axis.ops.values():
         of = axis.states.get((op.inputs[0].op.name, op.inputs[0].value_index)) if op.inputs else None
         if isinstance(of, Batch) and of.axis == 0 and _selects(op) and _draws(op.inputs[1:]):
             yield f"{op.type} ({op.name!r}) picks examples of the batch"
+    if mixed and _moves_others(called):
+        yield f"another first row changes the other rows of its result, and {mixed[0].describe()}"
 
 
 # Ops with a state that may be called with made-up rows.
@@ -270,12 +261,13 @@ _LARGEST = 1 << 22  # numbers in a made-up batch
 def _moves_others(called: _Function) -> bool:
     """Whether a function of a batch gives other rows where the first one is another: it is called with made-up rows.
 
-    False if that does not show: it draws at random, calls Python, writes variables, or does not take such rows."""
+    False if that does not show: it draws at random inside a call, a branch or a loop, calls Python, writes variables,
+    or does not take such rows."""
     sizes = _made_up_sizes(called.given)
-    if sizes is None or not _gives_the_same_again(called.graph):
+    if sizes is None or not _gives_the_same_again(called.graph, seeded=True):
         return False
     try:
-        before, after = (_leaves(called.call(*_made_up(called.given, sizes, first))) for first in (0, 1))
+        before, after = (_leaves(_drawn_alike(called, _made_up(called.given, sizes, first))) for first in (0, 1))
     except Exception:  # of TensorFlow's, or of the function's own checks
         return False
     rows = next(size[:1] for size in sizes if size)
@@ -283,18 +275,42 @@ def _moves_others(called: _Function) -> bool:
     return not all(_alike(one[1:], other[1:]) for one, other in pairs if one.shape == other.shape)
 
 
-def _gives_the_same_again(graph: tf.Graph, reads: tuple[str, ...] = _READS) -> bool:
-    """Whether a function may be called for a trial: it draws nothing, calls no Python and writes nothing."""
-    from tensorflow.python.framework import op_def_registry
+def _drawn_alike(called: _Function, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """What a function makes of these values, with seeds of its own: a new function draws the same numbers once more."""
 
-    defined = {kind: op_def_registry.get(kind) for kind in _kinds(graph) if not kind.startswith(reads)}
+    def seeded(definition: tf.compat.v1.GraphDef) -> None:
+        for number, node in enumerate(definition.node, 1):
+            if "seed2" in node.attr:
+                node.attr["seed2"].i = number
+
+    given = {t.name: value for t, value in zip(called.given, values, strict=True)}
+    return tf.function(lambda: _computed(called.graph, given, called.graph.outputs, seeded), autograph=False)()
+
+
+def _computed(
+    graph: tf.Graph, given: dict[str, tf.Tensor], targets: list[tf.Tensor],
+    change: Callable[[tf.compat.v1.GraphDef], None] = lambda definition: None,
+) -> list[tf.Tensor]:  # fmt: skip
+    """Tensors of a function, made anew in the current graph from other values of what it is given."""
+    definition, here = graph.as_graph_def(), tf.compat.v1.get_default_graph()
+    change(definition)
+    feeds = {inner.name: outer for outer, inner in graph.captures} | given
+    feeds = {name: here.capture(value) for name, value in feeds.items()}
+    return tf.graph_util.import_graph_def(definition, feeds, [t.name for t in targets])
+
+
+def _gives_the_same_again(graph: tf.Graph, reads: tuple[str, ...] = _READS, seeded: bool = False) -> bool:
+    """Whether a function may be called for a trial: it draws nothing, calls no Python and writes nothing. If it is
+    ``seeded`` for the trial, it may draw, but in no function that it calls."""
+    defined = {kind: op_def_registry.get(kind) for kind in _kinds(graph, seeded) if not kind.startswith(reads)}
     return not any(of is None or of.is_stateful or "Random" in kind for kind, of in defined.items())
 
 
-def _kinds(graph: tf.Graph) -> set[str]:
-    """The types of a graph's ops, and of those of the functions that it calls."""
+def _kinds(graph: tf.Graph, seeded: bool = False) -> set[str]:
+    """The types of a graph's ops, without its own draws if these are ``seeded``, and of the functions that it calls."""
     definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
+    own = [node for node in definition.node if not (seeded and "seed2" in node.attr)]
+    nodes = [*own, *(node for f in definition.library.function for node in f.node_def)]
     return {node.op for node in nodes} - {f.signature.name for f in definition.library.function}
 
 
@@ -494,13 +510,9 @@ def _chosen(
     """Which row a function reads for each number; nothing if it is plainly the number itself."""
     if _kept_from(index) is given:
         return np.zeros(0)
-    shape = [1] * level
 
     def row(i: tf.Tensor) -> tf.Tensor:
-        here = tf.compat.v1.get_default_graph()
-        feeds = {inner.name: here.capture(outer) for outer, inner in graph.captures}
-        feeds[given.name] = tf.reshape(tf.cast(i, given.dtype), shape)
-        found = tf.graph_util.import_graph_def(graph.as_graph_def(), feeds, [index.name])[0]
+        (found,) = _computed(graph, {given.name: tf.reshape(tf.cast(i, given.dtype), [1] * level)}, [index])
         return tf.cast(tf.reshape(found, [-1])[0], tf.int64)
 
     parts = [part.numpy() for part in numbers.take(int(min(number, 2**31))).map(row).batch(4096)]
@@ -547,8 +559,6 @@ def _copies(dataset: Dataset, called: _Function, rank: int | None) -> bool:
 
 def _makes_more(dataset: Dataset, called: _Function, rank: int | None) -> bool:
     """Whether a function makes more elements than it is given rows, as made-up rows show."""
-    import tensorflow as tf
-
     after, sizes = rank_of(dataset), _sizes_of(called.given)
     only_numbers = all(numbers is not None for _, numbers in called.numbered)
     if sizes is None or rank is None or after is None or only_numbers:

@@ -21,6 +21,7 @@ from tfdpfl.clipping.states import (
     counts_examples,
     deps,
     is_batch_free,
+    meeting,
     mixed,
     plain,
 )
@@ -40,7 +41,7 @@ def branch(view, op, states):
         if isinstance(state, Mixed):
             return state
     if not isinstance(chosen, Public | Size):
-        return mixed(op, "takes a branch by data")
+        return meeting(op, "takes a branch by data")
     if counts_examples(chosen):
         return mixed(op, "takes a branch by the batch size")
     branches = [
@@ -156,7 +157,7 @@ def reverse_sequence(view, op, states):
         return None
     if isinstance(states[0], Batch) and states[0].axis == op.get_attr("batch_dim") and isinstance(states[1], Batch):
         return states[0]
-    return mixed(op, "works along the batch axis")
+    return meeting(op, "works along the batch axis")
 
 
 def given_out(t: tf.Tensor) -> np.ndarray | None:

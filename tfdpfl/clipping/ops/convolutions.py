@@ -29,7 +29,7 @@ from tfdpfl.clipping.native import Filters
 from tfdpfl.clipping.ops.windows import Window, places_of
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import even, row_free, shape_entries
-from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, mixed
+from tfdpfl.clipping.states import BY_POSITION, Batch, Public, State, is_batch_free, meeting, mixed
 
 __all__: list[str] = []
 
@@ -59,7 +59,7 @@ def of_images(view: View, op: tf.Operation, state: Batch, least: int = 0) -> Sta
 
 
 def pooled(view: View, op: tf.Operation, state: Batch) -> State:
-    return mixed(op, "pools over the batch") if state.axis == 0 and over_the_batch(op) else of_images(view, op, state)
+    return meeting(op, "pools over the batch") if state.axis == 0 and over_the_batch(op) else of_images(view, op, state)
 
 
 def over_the_batch(op: tf.Operation) -> bool:
@@ -69,7 +69,7 @@ def over_the_batch(op: tf.Operation) -> bool:
 
 def pool_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
     """Of the input, the output and the output's gradient."""
-    return mixed(op, "pools over the batch") if over_the_batch(op) else _alike(op, states)
+    return meeting(op, "pools over the batch") if over_the_batch(op) else _alike(op, states)
 
 
 def resize_gradient(view: View, op: tf.Operation, states: list[State]) -> State | None:
@@ -88,7 +88,7 @@ def average_gradient(view: View, op: tf.Operation, state: Batch) -> State:
     """Of the input's shape and the output's gradient."""
     n, *lengths = view.entries(op.inputs[0])
     if over_the_batch(op):
-        return mixed(op, "pools over the batch")
+        return meeting(op, "pools over the batch")
     if state.axis != 0:
         return mixed(op, "does not have the batch as its first axis")
     if n != shape_entries(op.inputs[1], state)[0] or any(power != 0 for _, power in lengths):

@@ -28,6 +28,7 @@ from tfdpfl.clipping.states import (
     deps,
     first_mixed,
     is_batch_free,
+    meeting,
     mixed,
 )
 
@@ -52,7 +53,7 @@ def broadcast(op: tf.Operation, states: list[State], rank: int) -> State:
     batches = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
     axis, *other_axes = {s.axis - t.shape.rank for t, s in batches}
     if other_axes:
-        return mixed(op, "combines the examples along one axis with the examples along another")
+        return meeting(op, "combines the examples along one axis with the examples along another")
     lengths = {batches[0][0].shape[axis], op.outputs[0].shape[axis]}
     if len(lengths - {None}) > 1:  # the only example is repeated
         return mixed(op, BY_POSITION)
@@ -145,7 +146,7 @@ def bits(view, op, states):
     (state,) = states
     if not isinstance(state, Batch):
         return None
-    return state if state.axis < op.outputs[0].shape.rank else mixed(op, "works along the batch axis")
+    return state if state.axis < op.outputs[0].shape.rank else meeting(op, "works along the batch axis")
 
 
 def entrywise_rule(derivative: Callable[[Use, Units], tf.Tensor | None]) -> Rule:

@@ -25,6 +25,7 @@ from tfdpfl.clipping.states import (
     State,
     counts_examples,
     first_mixed,
+    meeting,
     mixed,
 )
 
@@ -94,13 +95,13 @@ def gathered_sizes(op, params: Size, indices: State) -> State:
 def picked(op, params: Batch, indices: State, axis: int, batch_dims: int) -> State:
     """Of each example's own entries, those with some indices."""
     if params.axis == axis:
-        return mixed(op, "picks examples of the batch")
+        return meeting(op, "picks examples of the batch")
     if params.axis < batch_dims:
         if isinstance(indices, Batch) and indices.axis != params.axis:
-            return mixed(op, "picks examples of the batch")
+            return meeting(op, "picks examples of the batch")
         return mixed(op, BY_POSITION) if isinstance(indices, Public) else Batch(params.axis, params.rows)
     if isinstance(indices, Batch):
-        return mixed(op, "lets examples pick from one another")
+        return meeting(op, "lets examples pick from one another")
     shift = op.inputs[1].shape.rank - batch_dims - 1 if params.axis > axis else 0
     return Batch(params.axis + shift, params.rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfdpfl.clipping.graph import constant
 from tfdpfl.clipping.registry import Move, moves_examples, teach
 from tfdpfl.clipping.rows import together
-from tfdpfl.clipping.states import batches_of, mixed
+from tfdpfl.clipping.states import batches_of, meeting
 
 __all__: list[str] = []
 
@@ -15,20 +15,20 @@ def solved(view, op, states):
     if not batches:
         return None
     if len({s.axis for s in batches}) > 1 or len({t.shape.rank for t in op.inputs} - {None}) != 1:
-        return mixed(op, "combines the examples along one axis with the examples along another")
+        return meeting(op, "combines the examples along one axis with the examples along another")
     if batches[0].axis >= op.inputs[0].shape.rank - 2:
-        return mixed(op, "works along the batch axis")
+        return meeting(op, "works along the batch axis")
     return together(op, op.inputs, states)
 
 
 def band_part(view, op, state):
-    return mixed(op, "works along the batch axis") if state.axis >= op.inputs[0].shape.rank - 2 else state
+    return meeting(op, "works along the batch axis") if state.axis >= op.inputs[0].shape.rank - 2 else state
 
 
 def diagonal(view, op, state):
     of = constant(op.inputs[1])
     if state.axis >= op.inputs[0].shape.rank - (1 if of is not None and of.size == 1 else 2):  # one diagonal
-        return mixed(op, "works along the batch axis")
+        return meeting(op, "works along the batch axis")
     return state
 
 

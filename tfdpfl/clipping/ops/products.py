@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdpfl.clipping.gradients import Contribution, OuterProductGradient, Units, Use, dims_of, reshaped, volume
 from tfdpfl.clipping.registry import Move, View, teach
 from tfdpfl.clipping.rows import differing, with_rows
-from tfdpfl.clipping.states import Batch, Public, State, mixed
+from tfdpfl.clipping.states import Batch, Public, State, meeting, mixed
 
 __all__: list[str] = []
 
@@ -53,15 +53,15 @@ def product(view: View, op: tf.Operation, states: list[State]) -> State | None:
         return mixed(op, "has more than two operands")
     marks = {labels[i][s.axis] for i, s in batches}
     if len(marks) > 1:
-        return mixed(op, "multiplies the examples along one axis with the examples along another")
+        return meeting(op, "multiplies the examples along one axis with the examples along another")
     mark = marks.pop()
     if mark not in lo:
-        return mixed(op, "sums over the batch")
+        return meeting(op, "sums over the batch")
     places = [names.index(mark) - len(names) if mark in names else None for names in labels]
     if refused := differing(op, zip(op.inputs, states, places, strict=False)):
         return refused
     if any(names.count(mark) > 1 for names in labels):
-        return mixed(op, "takes a diagonal over the batch")
+        return meeting(op, "takes a diagonal over the batch")
     return with_rows(op, lo.index(mark), (s for _, s in batches))
 
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import shaped
-from tfdpfl.clipping.states import Batch, Items, Public, State, counts_examples, mixed
+from tfdpfl.clipping.states import Batch, Items, Public, State, counts_examples, meeting, mixed
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ def drawn(view: View, op: tf.Operation, states: list[State]) -> State | None:
 
 
 def shuffled(view, op, state):
-    return mixed(op, "picks examples of the batch") if state.axis == 0 else None
+    return meeting(op, "picks examples of the batch") if state.axis == 0 else None
 
 
 def skipped(view, op, states):

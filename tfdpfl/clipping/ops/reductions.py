@@ -12,7 +12,7 @@ from tfdpfl.clipping.graph import channels_first, constant
 from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import row_free, rowwise
-from tfdpfl.clipping.states import Batch, Public, Size, State, batches_of, deps, is_batch_free, mixed
+from tfdpfl.clipping.states import Batch, Public, Size, State, batches_of, deps, is_batch_free, meeting, mixed
 
 __all__: list[str] = []
 
@@ -22,7 +22,7 @@ def reduced(view: View, op: tf.Operation, state: Batch) -> State:
     if gone is None and op.inputs[0].shape.rank != 1:
         return mixed(op, "reduces over axes that are not known beforehand")
     if gone is None or state.axis in gone:
-        return mixed(op, "reduces over the batch")
+        return meeting(op, "reduces over the batch")
     keep = op.type not in ("ArgMax", "ArgMin") and op.get_attr("keep_dims")
     return Batch(state.axis - (0 if keep else sum(a < state.axis for a in gone)), state.rows)
 
@@ -94,7 +94,7 @@ def along_last(view: View, op: tf.Operation, state: Batch, count: int) -> State:
 
 
 def along(op: tf.Operation, state: Batch, axes: Sequence[int] | None) -> State:
-    return mixed(op, "works along the batch axis") if axes is None or state.axis in axes else state
+    return meeting(op, "works along the batch axis") if axes is None or state.axis in axes else state
 
 
 def cross_entropy(view, op, states):
@@ -114,7 +114,7 @@ def bincount(view, op, states):
     if not isinstance(values, Batch):
         return None
     if values.axis != 0 or op.inputs[0].shape.rank != 2:
-        return mixed(op, "counts over the batch")
+        return meeting(op, "counts over the batch")
     alike = weights == values or (isinstance(weights, Public) and op.inputs[2].shape.num_elements() == 0)
     if not isinstance(size, Public) or not alike:
         return mixed(op, "has settings that depend on examples")
@@ -127,13 +127,13 @@ def batch_norm(view, op, states):
     if isinstance(states[0], Batch) and states[0].axis == channel_axis(op):
         # Keras 2 normalises layers with the rows as channels: each row has its own mean and variance.
         if not own_statistics(op.inputs[1:], states[1:]):
-            return mixed(op, "normalises examples together")
+            return meeting(op, "normalises examples together")
         return [states[0], *[Batch(0, states[0].rows)] * 4, Public()]
     if op.get_attr("is_training"):
-        return mixed(op, "normalises over the batch")
+        return meeting(op, "normalises over the batch")
     if states[0] == Batch(0, getattr(states[0], "rows", 0)) and all(isinstance(s, Public) for s in states[1:]):
         return [states[0], *[Public(deps(states))] * 5]
-    return mixed(op, "normalises examples together")
+    return meeting(op, "normalises examples together")
 
 
 def batch_norm_gradient(view, op, states):
@@ -143,11 +143,11 @@ def batch_norm_gradient(view, op, states):
         return None
     if x.axis == channel_axis(op):
         if not own_statistics(op.inputs[2:5], states[2:5]):
-            return mixed(op, "normalises examples together")
+            return meeting(op, "normalises examples together")
         return [x, Batch(0, x.rows), Batch(0, x.rows), Public(), Public()]
     if op.get_attr("is_training") or x.axis != 0 or not all(isinstance(s, Public) for s in per_channel):
-        return mixed(op, "normalises over the batch")
-    return [x, *[mixed(op, "sums over the batch")] * 2, Public(), Public()]
+        return meeting(op, "normalises over the batch")
+    return [x, *[meeting(op, "sums over the batch")] * 2, Public(), Public()]
 
 
 def channel_axis(op) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdpfl.clipping.registry import View, moves_examples, teach
-from tfdpfl.clipping.states import Batch, State, mixed
+from tfdpfl.clipping.states import Batch, State, meeting, mixed
 
 __all__: list[str] = []
 
@@ -16,7 +16,7 @@ def segments(view: View, op: tf.Operation, state: Batch) -> State:
     if numbered is None:
         return mixed(op, "has a shape of unknown rank")
     if state.axis < numbered:
-        return mixed(op, "reduces over the batch")
+        return meeting(op, "reduces over the batch")
     return Batch(state.axis - numbered + 1, state.rows)
 
 

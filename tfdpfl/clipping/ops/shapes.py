@@ -23,6 +23,7 @@ from tfdpfl.clipping.states import (
     State,
     counts_examples,
     deps,
+    meeting,
     mixed,
 )
 
@@ -161,7 +162,7 @@ def summed_back(view: View, op: tf.Operation, met: Mixed) -> State | None:
     if len(entries) != op.outputs[0].shape.rank or state.rows is None or axis < 0:
         return None
     same = entries[axis] == shape_entries(g, state)[state.axis]
-    return Batch(axis, state.rows) if same else mixed(total, "sums over the batch")
+    return Batch(axis, state.rows) if same else meeting(total, "sums over the batch")
 
 
 def without_matrices(t: tf.Tensor) -> tf.Tensor:

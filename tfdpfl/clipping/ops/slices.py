@@ -26,6 +26,7 @@ from tfdpfl.clipping.states import (
     counts_examples,
     deps,
     is_batch_free,
+    meeting,
     mixed,
 )
 
@@ -47,7 +48,7 @@ def concat(view: View, op: tf.Operation, states: list[State]) -> State | None:
     axis = axis_in(axis_tensor, tensors[0].shape.rank)
     if axis is None or len({s.axis for s in batches}) > 1:
         return mixed(op, "joins tensors with different batch axes")
-    return mixed(op, "joins along the batch axis") if axis == batches[0].axis else together(op, tensors, states)
+    return meeting(op, "joins along the batch axis") if axis == batches[0].axis else together(op, tensors, states)
 
 
 def has_sizes(states: Sequence[State]) -> bool:
@@ -156,7 +157,7 @@ def strided_slice(view: View, op: tf.Operation, state: Batch) -> State:
     for i, axis, place in slicing.axes():
         if axis == state.axis:
             if i is not None and (place is None or not is_whole(slicing, i, state, ends[i])):
-                return mixed(op, "takes some examples of the batch, not all")
+                return meeting(op, "takes some examples of the batch, not all")
             found = place
         elif i is not None and ends[i][1] != 0 and not slicing.has("end", i):
             return mixed(op, "makes an example's result depend on the batch size")
@@ -209,7 +210,7 @@ def strided_slice_gradient(view, op, state):
     for i, axis, place in slicing.axes():
         if place == state.axis:
             if i is not None and not (strides[i] == 1 and slicing.has("begin", i) and slicing.has("end", i)):
-                return mixed(op, "takes some examples of the batch, not all")
+                return meeting(op, "takes some examples of the batch, not all")
             found = axis
     own = shape_entries(op.inputs[4], state)[state.axis]
     if found is None or entries[found] != own or any(p != 0 for k, (_, p) in enumerate(entries) if k != found):
@@ -223,7 +224,7 @@ def slice_of(view: View, op: tf.Operation, state: Batch) -> State:
     whole = {(-1, 0), (shape[state.axis] or -1, 0), (state.rows or -1, 1)}
     known = len(begins) == len(entries) == shape.rank
     if not known or begins[state.axis] != (0, 0) or entries[state.axis] not in whole:
-        return mixed(op, "takes some examples of the batch, not all")
+        return meeting(op, "takes some examples of the batch, not all")
     return even(op, entries, state.axis) or state
 
 
