@@ -309,6 +309,30 @@ def test_uses_are_composed_as_dp_accounting_composes_them(rate, sigma):
             assert ours == theirs
 
 
+@pytest.mark.parametrize(("rate", "sigma"), [(0.1, 2.0), (0.01, 0.8), (0.5, 0.3)])
+def test_losses_are_put_together_as_dp_accounting_puts_them_together(rate, sigma):
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+    one = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3).compose(step)._pld
+    whole = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
+    whole = whole.compose(dp_accounting.GaussianDpEvent(sigma + 0.5))._pld  # the same for both kinds of neighbours
+    for a, b in ((one.self_compose(40), one.self_compose(20)), (whole, one), (whole, whole)):
+        for ours, theirs in zip(vars(pricing._together(a, b)).values(), vars(a.compose(b)).values(), strict=True):
+            if not hasattr(ours, "_probs"):
+                assert ours == theirs
+                continue
+            ours, theirs = dict(vars(ours)), dict(vars(theirs))
+            np.testing.assert_allclose(ours.pop("_probs"), theirs.pop("_probs"), rtol=0, atol=1e-18)
+            assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
+
+
+def test_the_price_of_gaussians_is_no_more_than_renyi_divergences_prove():
+    for sigma in (0.02, 0.3, 1.0, 30.0, 1e6):
+        for delta in (1e-300, 1e-14, 1e-5, 0.3):
+            event = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(sigma), 7)
+            found = pricing.price(event, delta)
+            assert found.accountant == "pld" and found.epsilon <= pricing.price(event, delta, "rdp").epsilon
+
+
 @pytest.mark.parametrize(("rate", "sigma", "uses"), [(0.1, 2.0, 1), (0.1, 2.0, 60), (0.9, 0.1, 3)])
 def test_epsilon_of_privacy_losses_is_the_least_that_holds(rate, sigma, uses):
     step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))

@@ -62,6 +62,8 @@ _MIXTURE_POINT = 25
 LARGEST_PURE_EPSILON = 700.0
 # One example is in as many nodes of a tree, at most.
 _NOISES_OF_A_TREE = 64
+# What may be cut off both tails of losses that are put together, as in dp-accounting.
+_TAIL = 1e-15
 _NUMERICAL = (ValueError, ArithmeticError, MemoryError, IndexError)
 
 
@@ -157,12 +159,19 @@ def _bounds(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> li
     """Returns what each accountant that knows all of the events proves."""
     discrete = any(_is_discrete(leaf) for leaf, _ in leaves)
     leaves = tuple((_as_gaussian(leaf), n) for leaf, n in leaves)
-    rdp = _rdp_epsilon(leaves, delta, adjacency, whole_orders=discrete)
+    exact = accountant == "pld" and not discrete and _are_gaussian(leaves)  # RDP's price is no less
+    rdp = None if exact else _rdp_epsilon(leaves, delta, adjacency, whole_orders=discrete)
     pld = None
     # Some events are known to PLD alone, discrete noise to RDP alone.
     if (accountant == "pld" and not discrete) or any(_is_of_pld_alone(leaf) for leaf, _ in leaves):
         pld = _pld_epsilon(leaves, delta, adjacency, guide=rdp)
     return [Price(epsilon, name) for name, epsilon in (("pld", pld), ("rdp", rdp)) if epsilon is not None]
+
+
+def _are_gaussian(leaves: Leaves) -> bool:
+    from dp_accounting import dp_event
+
+    return all(isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves)
 
 
 def _releases_the_truth(event: DpEvent) -> bool:
@@ -268,8 +277,7 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str, whole_orders: boo
 
     leaves = [(_dominating(leaf), n) for leaf, n in leaves]
     drawn = [_is_blanked_subset(leaf, adjacency) for leaf, _ in leaves]
-    every_order = (*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS)
-    whole = tuple(order for order in every_order if order == int(order))
+    every_order, whole = _orders()
     for orders in (whole,) if whole_orders else (every_order, whole):
         relation = _relation(functools.partial(rdp.RdpAccountant, orders), leaves, drawn, adjacency)
         if relation is None:
@@ -281,6 +289,15 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str, whole_orders: boo
         with _numerics():
             return _converted_divergences(np.asarray(orders), divergences, delta)
     return math.inf
+
+
+@functools.cache
+def _orders() -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns all orders at which divergences are computed, and those that are whole numbers."""
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    every = (*rdp.DEFAULT_RDP_ORDERS, *_MORE_ORDERS)
+    return every, tuple(order for order in every if order == int(order))
 
 
 def _composed_divergences(
@@ -521,9 +538,35 @@ class _Repeated:
         if losses is None or not _FEWEST_ADDED <= n - before <= before:
             losses = self._of(n)
         else:
-            losses = losses.compose(self._of(n - before))
+            losses = _together(losses, self._of(n - before))
         self._last = n, losses
         return losses
+
+
+def _together(a: PrivacyLosses, b: PrivacyLosses) -> PrivacyLosses:
+    """Returns ``a.compose(b)``, which looks in a loop of Python for the tails that it cuts off."""
+    from dp_accounting.pld.pld_pmf import DensePLDPmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    whole = a.compose(b, tail_mass_truncation=0)
+    parts = [whole._pmf_remove] if whole._symmetric else [whole._pmf_remove, whole._pmf_add]
+    if not all(isinstance(part, DensePLDPmf) and part._pessimistic_estimate for part in parts):
+        return a.compose(b)
+    return PrivacyLossDistribution(*map(_without_tails, parts))
+
+
+def _without_tails(part: PrivacyLosses) -> PrivacyLosses:
+    """Returns dense losses, of which those in the lower tail count as the least of the others, and those in the upper
+    tail as infinite."""
+    import numpy as np
+
+    probs = part._probs
+    passed = [np.append(np.cumsum(side) > _TAIL / 2, True) for side in (probs, probs[::-1])]
+    low, above = (int(after.argmax()) for after in passed)
+    high = max(probs.size - above, low + 1)
+    kept, infinite = probs[low:high].copy(), part._infinity_mass + probs[high:].sum()
+    kept[0] += probs[:low].sum()
+    return type(part)(part._discretization, part._lower_loss + low, kept, infinite, True)
 
 
 def _composer(one: PrivacyLosses) -> Callable[[int], PrivacyLosses]:
@@ -535,7 +578,6 @@ def _composer(one: PrivacyLosses) -> Callable[[int], PrivacyLosses]:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from scipy import fft, special
 
-    tail = 1e-15
     parts = [one._pmf_remove] if one._symmetric else [one._pmf_remove, one._pmf_add]
     if not all(isinstance(part, DensePLDPmf) for part in parts):
         return one.self_compose
@@ -545,12 +587,12 @@ def _composer(one: PrivacyLosses) -> Callable[[int], PrivacyLosses]:
         moments.append([(o, special.logsumexp(np.arange(part.size) * o, b=part._probs)) for o in orders])
 
     def of(part: PrivacyLosses, moments: list[tuple[float, float]], n: int) -> PrivacyLosses:
-        bounds = [(order, (n * moment + math.log(2 / tail)) / order) for order, moment in moments]
+        bounds = [(order, (n * moment + math.log(2 / _TAIL)) / order) for order, moment in moments]
         low = max(0, *(math.floor(b) for order, b in bounds if order < 0 and math.isfinite(b)))
         high = min((part.size - 1) * n, *(math.ceil(b) for order, b in bounds if order > 0 and math.isfinite(b)))
         length = fft.next_fast_len(max(high - low + 1, part.size))
         wrapped = fft.irfft(fft.rfft(part._probs, length) ** n, length)
-        infinite = tail - math.expm1(n * math.log1p(-part._infinity_mass))
+        infinite = _TAIL - math.expm1(n * math.log1p(-part._infinity_mass))
         probs = np.roll(wrapped, -low)[: high - low + 1]
         return DensePLDPmf(
             part._discretization, part._lower_loss * n + low, probs, infinite, part._pessimistic_estimate
@@ -704,10 +746,13 @@ def _numerics() -> Iterator[None]:
     import numpy as np
 
     log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    log.addFilter(_is_error)  # to set its level clears what all loggers of the process remember
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
-        log.setLevel(level)
+        log.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

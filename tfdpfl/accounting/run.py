@@ -268,7 +268,9 @@ class Run:
 
     def stated_for(self, adjacency: str) -> DpEvent | None:
         """Returns the event for these neighbours, or None if it has none."""
-        cut = self.truncated_batch_size is not None and adjacency != self.adjacency
+        if adjacency == self.adjacency:
+            return self.dp_event
+        cut = self.truncated_batch_size is not None
         return None if cut or adjacency not in self.scheme.adjacencies else replace(self, adjacency=adjacency).dp_event
 
     @property

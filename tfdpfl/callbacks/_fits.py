@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdpfl._frames import optimizer_of, running_fits
 from tfdpfl._types import Arrays, Callback, Model, Optimizer
+from tfdpfl._variables import value_of
 from tfdpfl.accounting.sampling import SCHEMES, SamplingScheme
 from tfdpfl.callbacks._sizes import BatchSizes
 from tfdpfl.data import declared_sampling, passed_through
@@ -74,7 +75,7 @@ def fingerprints(model: Model) -> tuple[int, set[int]]:
     alike)."""
     trained, total, single = {id(v) for v in weights_of(model, "trainable_weights")}, 0, set()
     for variable in weights_of(model):
-        value = np.asarray(variable)
+        value = value_of(variable)
         number = _number_of([value])
         total += number
         if id(variable) in trained and (value != value.reshape(-1)[:1]).any():
@@ -83,7 +84,7 @@ def fingerprints(model: Model) -> tuple[int, set[int]]:
 
 
 def _number_of(variables: Arrays) -> int:
-    return sum(zlib.crc32(np.asarray(v).reshape(-1).view(np.uint8).data) for v in variables)
+    return sum(zlib.crc32(value_of(v).reshape(-1).view(np.uint8).data) for v in variables)
 
 
 def keeps_averages(model: Model) -> bool:
@@ -360,7 +361,7 @@ class Fit:
             )
 
     def begin_epoch(self) -> None:
-        seen = float(self._counter.seen.numpy())
+        seen = float(value_of(self._counter.seen))
         self._begun_at = (seen, seen, self.steps)
         self._sizes.begin_epoch()
 
@@ -372,7 +373,7 @@ class Fit:
         n, (epoch, before, steps) = self.data["num_examples"], self._begun_at
         if not self.own or not (self.scheme.limits_batches or self.scheme.independent):
             return
-        seen = float(self._counter.seen.numpy())
+        seen = float(value_of(self._counter.seen))
         self._begun_at = epoch, seen, steps
         if not self.scheme.limits_batches:
             left = n * self.stride if self.scheme.sampled_anew else n - round(before - epoch)
@@ -405,7 +406,7 @@ class Fit:
 
     def silence(self) -> None:
         """Nothing is known of steps from here on."""
-        self._counter.announce(self.batches, 0)
+        self._counter.silence()
 
     def end(self) -> None:
         """The fit is over, and was not interrupted."""

@@ -123,7 +123,8 @@ class _Spent:
 
     def cut_off(self) -> None:
         """Ends the calls of `fit` that were interrupted."""
-        for fit in [fit for fit in self.open if fit.model not in running_models()]:
+        running = running_models() if self.open else []
+        for fit in [fit for fit in self.open if fit.model not in running]:
             fit.cut_off()
             if fit.cut_pass:
                 self.notes[_CUT_PASS] = None
@@ -188,6 +189,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         max_examples_per_user: int = 1,
     ):
         super().__init__()
+        self._supports_tf_logs = True  # Keras 2 need not fetch them after each batch
         if delta is None:
             raise ValueError("delta=None: give the δ of the guarantee, for example 1e-5 (below 1 / num_examples).")
         remedy = "count the examples, or leave it to the data"
@@ -356,11 +358,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def _warn_of_missing_values(self, logs: dict) -> None:
         """Warns of gradients that are not finite, unless the private figures of this fit are hidden. It is no note: a
         statement is published."""
-        given = callbacks_of(fit_arguments(self.model))
         found = self._running().optimizer.num_nonfinite
         if math.isnan(float(logs.get("loss", 0.0))):
             warnings.warn(_NOT_FINITE.format("The loss is NaN"), stacklevel=4)
-        elif found > self._nonfinite_before and not any(hasattr(each, "hides") for each in given):
+        elif found > self._nonfinite_before and not any(
+            hasattr(each, "hides") for each in callbacks_of(fit_arguments(self.model))
+        ):
             warnings.warn(_NOT_FINITE.format(f"The gradients of {found} examples were not finite"), stacklevel=4)
             self._nonfinite_before = math.inf  # said once
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdpfl import _formats
 from tfdpfl._frames import PLAN, callers, optimizer_of, running_fits
 from tfdpfl._types import Model, Variable
+from tfdpfl._variables import value_of
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.clipping import tapes
@@ -331,7 +332,7 @@ class DPOptimizer:
 
         This is a count of examples without noise. It is not private, and it is not saved.
         """
-        return int(self._dp.counter.nonfinite.numpy())
+        return int(value_of(self._dp.counter.nonfinite))
 
     @property
     def executed(self) -> list[tuple[float, int]]:

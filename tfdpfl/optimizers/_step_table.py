@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdpfl import _formats
 from tfdpfl._process import renew_after_fork
 from tfdpfl._types import Keywords
-from tfdpfl._variables import in_memory
+from tfdpfl._variables import in_memory, value_of
 from tfdpfl._version import __version__
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.run import options_of
@@ -98,14 +98,15 @@ def refuse_newer(table: np.ndarray) -> None:
     Raises:
       PrivacyError: the table is of a newer version, or has a sampling of another release.
     """
-    for mark in _marks(table):
+    marks = _marks(table)
+    for mark in marks[marks[:, ORIGIN] < _MARK - VERSION]:
         writer = "tfdpfl " + ".".join(f"{part:.0f}" for part in mark[1:4])
         saved = {"version": int(_MARK - mark[ORIGIN]), "written_by": writer}
         _formats.refuse_newer("The optimizer's saved table of steps", saved, VERSION)
     if table.shape == (ROWS, len(COLUMNS)):
-        codes = table[table[:, STEPS] > 0, SAMPLING]
-        strange = codes[~np.isin(codes.astype(np.int64) & ~DISCRETE, list(BY_CODE))]
-        for code in strange[:1]:
+        for code in dict.fromkeys(table[table[:, STEPS] > 0, SAMPLING].tolist()):
+            if int(code) & ~DISCRETE in BY_CODE:
+                continue
             raise _formats.NewerFormatError(
                 f"The optimizer's saved table of steps has batches with the sampling of number {code:.0f}, which "
                 f"tfdpfl {__version__} does not know: upgrade with pip install --upgrade tfdpfl."
@@ -154,6 +155,7 @@ class Counter:
         self.watches: list[Callable] = []  # each ends a fit, if it was interrupted
         self.passes: dict[tuple, int] = {}  # over the data that were begun, by how they are drawn
         self._announced: tuple[tuple, tf.Tensor] = ((), tf.zeros([]))
+        self._silence = tf.zeros([9], tf.float64)
         renew_after_fork(self)
 
     def _renew(self) -> None:
@@ -169,10 +171,14 @@ class Counter:
         # What `assign` does before it takes twice as long as this, and it is done for each batch.
         tf.raw_ops.AssignVariableOp(resource=self.batches.handle, value=self._announced[1])
 
+    def silence(self) -> None:
+        """Says that nothing is known of the batches from here on."""
+        tf.raw_ops.AssignVariableOp(resource=self.batches.handle, value=self._silence)
+
     @property
     def steps(self) -> int:
         """How many steps this object took in this process."""
-        return int(self.table.numpy()[:, STEPS].sum())
+        return int(value_of(self.table)[:, STEPS].sum())
 
     def taken_back(self, saved: tf.Variable) -> int:
         """Returns how many of this object's steps the saved table does not know of: it was loaded since."""
@@ -209,10 +215,13 @@ class Counter:
         """Returns `rows` without those of other optimizers of this process, which state themselves what ran."""
         for watch in list(self.watches):
             watch()
-        refuse_newer(np.asarray(saved))
-        kept = merge_tables(self.loaded, np.asarray(saved), self.table.numpy())
-        self.loaded = kept[~np.isin(kept[:, ORIGIN], list(self._origins_of_others))]
-        return self.loaded
+        table = value_of(saved)
+        refuse_newer(table)
+        kept = merge_tables(self.loaded, table, value_of(self.table))
+        if self._origins_of_others:
+            kept = kept[~np.isin(kept[:, ORIGIN], list(self._origins_of_others))]
+        self.loaded = kept
+        return kept
 
     def merge(self, rows: np.ndarray, saved: tf.Variable) -> None:
         """Takes in rows that came another way than in the saved table."""
