@@ -22,3 +22,19 @@ def test_keras_finds_our_classes_in_a_file_though_one_of_our_modules_imported_it
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "DPSGD" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_no_library_is_loaded_that_private_training_does_not_need():
+    """scikit-learn takes 60 MB with all that it loads."""
+    code = (
+        "import sys, tensorflow as tf\n"
+        "optimizer = tf.keras.optimizers.Adam()\n"
+        "before = set(sys.modules)\n"
+        "import tfdpfl\n"
+        "tfdpfl.DPAdam(l2_norm_clip=1.0, noise_multiplier=1.0)\n"
+        "print({name.split('.')[0] for name in sys.modules.keys() - before} & {'sklearn', 'scipy', 'pandas'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr[-2000:]

@@ -13,10 +13,10 @@ from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, DpEvent, Estimator, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.events import composed
-from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
+from tfdpfl.accounting.promises import Promise
 from tfdpfl.label_dp import _labels
 from tfdpfl.label_dp._datasets import labels_of
-from tfdpfl.label_dp._events import check_epsilon, pure_event
+from tfdpfl.label_dp._events import check_epsilon, label_promise, pure_event
 from tfdpfl.label_dp._top_k import FINEST, RARE
 
 __all__ = [
@@ -25,15 +25,10 @@ __all__ = [
     "LabelTransformer",
     "Uniforms",
     "in_chunks",
-    "label_promise",
     "noisy_counts",
 ]
 
 _CHUNK = 1 << 18  # labels
-_COVERED = (
-    "Covered: the released labels, and what is computed from them and from public data.",
-    "Not covered: the features, which are used as they are, and scores that were measured on the true labels.",
-)
 
 
 class Uniforms:
@@ -83,20 +78,6 @@ def in_chunks(release: Callable[[np.ndarray, int], np.ndarray], values: np.ndarr
     """`release(piece, where it starts)` of each piece, put together. Many labels need little memory so."""
     said = [release(values[start : start + _CHUNK], start) for start in range(0, max(len(values), 1), _CHUNK)]
     return said[0] if len(said) == 1 else np.concatenate(said)
-
-
-def label_promise(mechanism: Estimator, spent: PrivacyLedger, more: str = "") -> Promise:
-    """Returns what a label mechanism guarantees that has spent so much, in whatever way it is used."""
-    warnings = [] if len(spent) else [PLANNED]
-    if mechanism.seed is not None:
-        warnings.append(SEEDED.format("seed"))
-    # Not its repr, which may hold a seed.
-    text = f"{type(mechanism).__name__}, epsilon {float(mechanism.epsilon):g} a release{more}"
-    return Promise(
-        kind="label mechanism", adjacency="replace_one", unit="label",
-        event=spent.dp_event if len(spent) else mechanism.dp_event, ledger=spent if len(spent) else None,
-        mechanisms=[text], notes=_COVERED, warnings=warnings,
-    )  # fmt: skip
 
 
 class LabelMechanism(BaseEstimator):

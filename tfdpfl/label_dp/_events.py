@@ -1,14 +1,20 @@
-"""States what an ε-DP mechanism is to an accountant, whichever dp-accounting is installed."""
+"""States what an ε-DP mechanism is to an accountant, whichever dp-accounting is installed, and what it guarantees."""
 
 from __future__ import annotations
 
 import math
 
-from tfdpfl._types import DpEvent
-from tfdpfl.accounting import _checks
+from tfdpfl._types import DpEvent, Estimator
+from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
+from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
 
-__all__ = ["check_epsilon", "pure_event"]
+__all__ = ["check_epsilon", "label_promise", "pure_event"]
+
+_COVERED = (
+    "Covered: the released labels, and what is computed from them and from public data.",
+    "Not covered: the features, which are used as they are, and scores that were measured on the true labels.",
+)
 
 
 def check_epsilon(epsilon: object, remedy: str, name: str = "epsilon") -> float:
@@ -45,3 +51,17 @@ def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:
     # beside it the sound price is the only one.
     only_rdp = dp_event.RepeatAndSelectDpEvent(dp_event.NoOpDpEvent(), 1, 0)
     return dp_event.ComposedDpEvent([dp_event.LaplaceDpEvent(1 / epsilon), only_rdp])
+
+
+def label_promise(mechanism: Estimator, spent: PrivacyLedger, more: str = "") -> Promise:
+    """Returns what a label mechanism guarantees that has spent so much, in whatever way it is used."""
+    warnings = [] if len(spent) else [PLANNED]
+    if mechanism.seed is not None:
+        warnings.append(SEEDED.format("seed"))
+    # Not its repr, which may hold a seed.
+    text = f"{type(mechanism).__name__}, epsilon {float(mechanism.epsilon):g} a release{more}"
+    return Promise(
+        kind="label mechanism", adjacency="replace_one", unit="label",
+        event=spent.dp_event if len(spent) else mechanism.dp_event, ledger=spent if len(spent) else None,
+        mechanisms=[text], notes=_COVERED, warnings=warnings,
+    )  # fmt: skip

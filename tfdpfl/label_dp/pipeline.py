@@ -15,11 +15,9 @@ from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.data.functions import changes_each_pass, number_apart, numbering
 from tfdpfl.errors import PrivacyError
-from tfdpfl.label_dp._base import label_promise
 from tfdpfl.label_dp._datasets import with_labels
-from tfdpfl.label_dp._events import check_epsilon, pure_event
+from tfdpfl.label_dp._events import check_epsilon, label_promise, pure_event
 from tfdpfl.label_dp._top_k import RARE, lie_probability, response_matrix
-from tfdpfl.label_dp.classification import RandomizedResponse
 
 __all__ = ["LabelPrivacy"]
 
@@ -127,6 +125,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
             dataset: Finite; elements are labels, (x, y) or (x, y, sample_weight), batched or not. It and its order are
                 kept in memory: shuffle what comes out.
         """
+        from tfdpfl.label_dp.classification import RandomizedResponse  # it loads scikit-learn, 60 MB, and most need not
+
         # One release by the transformer: no ids, so no hash is needed. A second one is another release.
         self._cached += 1
         mechanism = RandomizedResponse(self.epsilon, self.num_classes, self.seed)
