@@ -98,3 +98,35 @@ def test_a_label_that_is_copied_before_its_release_is_refused(copied):
         LabelPrivacy(1.0, 3).cached(copied(rows))
     assert mechanism.releases_ == 0
     assert len([*copied(mechanism.fit_transform(rows))]) > 2  # what was released may be copied
+
+
+WEIGHTS = tf.constant([1.0, 5.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    "weighed",
+    [
+        lambda rows: rows.map(lambda x, y: (x, y, tf.gather(WEIGHTS, y))),
+        lambda rows: rows.batch(4).map(lambda x, y: (x, y, tf.gather(WEIGHTS, y))).map(lambda x, y, w: (2 * x, y, w)),
+        lambda rows: rows.map(lambda x, y: (x + tf.cast(y, tf.float32), tf.cast(y, tf.int32))).shuffle(9).prefetch(2),
+        lambda rows: rows.map(lambda x, y: (x, y, y)),
+        lambda rows: rows.map(lambda x, y: (y, x + tf.cast(y, tf.float32))).map(lambda y, x: (x, y)),
+    ],
+)
+def test_what_is_computed_from_the_true_label_is_not_handed_on(weighed):
+    rows = tf.data.Dataset.from_tensor_slices(float_blobs(12))
+    with pytest.raises(ValueError, match=r"computes another part of its elements from the label.* map what comes out"):
+        RandomizedResponse(1.0, 3).fit_transform(weighed(rows))
+    released = weighed(RandomizedResponse(1.0, 3).fit_transform(rows))
+    assert len(next(iter(released))) >= 2
+
+
+def test_parts_that_owe_nothing_to_the_label_are_handed_on():
+    rows = tf.data.Dataset.from_tensor_slices(float_blobs(12))
+    for kept in (
+        rows.map(lambda x, y: (2 * x, tf.cast(y, tf.int32), tf.reduce_sum(x))),
+        rows.batch(4).map(lambda x, y: (x, y, tf.ones_like(y))),
+        rows.map(lambda x, y: {"x": x, "y": y}).map(lambda row: (row["x"], row["y"])),
+        rows.enumerate().map(lambda i, row: row),
+    ):
+        assert len(list(RandomizedResponse(1.0, 3).fit_transform(kept))) >= 3

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfdpfl.accounting import price
 from tfdpfl.data.functions import number_apart
+from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp import LabelPrivacy
 from tfdpfl.reports import report
 
@@ -181,3 +182,26 @@ def test_ids_of_unknown_length_are_compared_when_run():
     assert step([1, 2], [3, 4]).shape == (2,)
     with pytest.raises(tf.errors.InvalidArgumentError, match="ids must have the shape of labels"):
         step([1, 2], [3])
+
+
+def test_two_columns_of_labels_cannot_share_the_noise_of_their_ids():
+    """Where the columns were equal, what was released was: a difference told that they were not."""
+    rows, private = tf.data.Dataset.from_tensor_slices(([0, 1], [1, 1])).enumerate(), LabelPrivacy(1.0, 3)
+    for batched in (rows, rows.batch(2)):
+        with pytest.raises(PrivacyError, match="Two columns of labels have the same ids"):
+            batched.map(lambda i, y: (private(y[0], ids=i), private(tf.cast(y[1], tf.int64), ids=tf.cast(i, tf.int32))))
+    with pytest.raises(PrivacyError, match="Two columns"):
+        rows.map(lambda i, y: (private(y[0], ids=i), private(y[0] // 2, ids=i)))
+    assert len(list(rows.map(lambda i, y: (private(y[0], ids=i), private(y[0], ids=i))))) == 2
+    other = LabelPrivacy(1.0, 3)
+    assert len(list(rows.map(lambda i, y: (private(y[0], ids=i), other(y[1], ids=i))))) == 2
+
+
+def test_two_labels_with_one_id_are_refused_when_run():
+    private = LabelPrivacy(1.0, 3)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="two labels have one id"):
+        private(tf.constant([0, 1]), ids=tf.constant([7, 7]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="two labels have one id"):
+        private(tf.constant([[0, 1], [2, 2]]), ids=tf.constant([["a", "b"], ["a", "b"]]))
+    assert private(tf.constant([[2, 1], [2, 0]]), ids=tf.constant([[7, 8], [7, 9]])).shape == (2, 2)
+    assert private(tf.zeros([0], tf.int32), ids=tf.zeros([0], tf.int32)).shape == (0,)

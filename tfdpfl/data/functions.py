@@ -20,11 +20,13 @@ from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_o
 from tfdpfl.errors import PrivacyError
 
 __all__ = [
+    "beside",
     "changes_each_pass",
     "check_apart",
     "check_no_copies",
     "check_once",
     "hands_on_early",
+    "have_same_values",
     "number_apart",
     "numbering",
     "out_of_order",
@@ -32,7 +34,9 @@ __all__ = [
     "shuffles_anew",
 ]
 
-_SIZES = frozenset(["Shape", "ShapeN", "Size", "Rank"])  # what they say of a tensor does not depend on its values
+_SIZES = frozenset(
+    ["Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike"]
+)  # what they say of a tensor does not depend on its values
 _KEEPING = ("Cast", "Identity", "Reshape", "ExpandDims", "Squeeze", "Pack")
 _SELECT = frozenset(["Gather", "GatherNd", "ResourceGather", "ResourceGatherNd", "RandomShuffle"])
 # Transformations that hand on the elements in the order in which they come, each once.
@@ -517,6 +521,35 @@ def _chosen(
 
     parts = [part.numpy() for part in numbers.take(int(min(number, 2**31))).map(row).batch(4096)]
     return np.concatenate(parts)
+
+
+def have_same_values(one: tf.Tensor, other: tf.Tensor) -> bool:
+    """Returns whether two tensors of a function are made of one by ops that keep its values."""
+    keeping = tuple(kind for kind in _KEEPING if kind != "Pack")
+    return _kept_from(one, keeping) is _kept_from(other, keeping)
+
+
+def beside(dataset: Dataset, part: int) -> Dataset | None:
+    """Returns the map that computes other parts of its elements from the one that it hands on as this part, or None.
+
+    Args:
+        dataset: What elements come from.
+        part: The place of the part in a flat element.
+    """
+    while len(inputs := inputs_of(dataset)) == 1:
+        functions = _functions(dataset) if made_by(dataset, ("map",)) else []
+        if not functions and not made_by(dataset, _SELECTING):
+            return None
+        for called in functions:
+            made = called.graph.outputs
+            place = next((i for i, t in enumerate(called.given) if t is _kept_from(made[part])), None)
+            if place is None:
+                return None
+            if _depends([*made[:part], *made[part + 1 :]], [called.given[place]]):
+                return dataset
+            part = place
+        dataset = inputs[0]
+    return None
 
 
 def _kept_from(t: tf.Tensor, keeping: tuple[str, ...] = _KEEPING) -> tf.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tfdpfl._types import Arrays
+from tfdpfl.errors import PrivacyError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -60,12 +61,19 @@ def _read(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, np.ndarray | None,
     """The dataset in memory, its features if they are one array, its labels, and each element's shape of labels."""
     import tensorflow as tf
 
-    from tfdpfl.data.functions import check_no_copies
+    from tfdpfl.data.declared import name_of
+    from tfdpfl.data.functions import beside, check_no_copies
 
     spec = dataset.element_spec
     if isinstance(spec, dict) or (isinstance(spec, tuple) and len(spec) not in (2, 3)):
         raise ValueError(
             f"The dataset must have labels or (x, y) or (x, y, sample_weight) as elements, got {spec}: map it to that."
+        )
+    before = len(tf.nest.flatten(spec[0])) if isinstance(spec, tuple) else 0
+    if (revealing := beside(dataset, before)) is not None:
+        raise PrivacyError(
+            f"{name_of(revealing)} computes another part of its elements from the label, as weights of classes are, so "
+            "that part would reveal the true label. Compute it from the released labels: map what comes out."
         )
     check_no_copies(_taken_apart(dataset, spec), "each label is released by itself")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:

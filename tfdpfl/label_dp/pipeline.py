@@ -13,7 +13,7 @@ from tfdpfl._types import Arrays, Dataset, DpEvent, Json
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.promises import Promise
-from tfdpfl.data.functions import changes_each_pass, number_apart, numbering
+from tfdpfl.data.functions import changes_each_pass, have_same_values, number_apart, numbering
 from tfdpfl.errors import PrivacyError
 from tfdpfl.label_dp._datasets import with_labels
 from tfdpfl.label_dp._events import check_epsilon, label_promise, pure_event
@@ -24,6 +24,10 @@ __all__ = ["LabelPrivacy"]
 # 2^53 steps fill the mantissa of a float64; a power of two takes a hash's bits evenly.
 _STEPS = 1 << 53
 
+# By layer and graph: the labels that were released, and by what ids.
+_RELEASED: weakref.WeakKeyDictionary[
+    LabelPrivacy, weakref.WeakKeyDictionary[tf.Graph, list[tuple[tf.Tensor, tf.Tensor]]]
+] = weakref.WeakKeyDictionary()
 # By layer: what was numbered by the ids that it was given, as `numbering` states it.
 _NUMBERED: weakref.WeakKeyDictionary[LabelPrivacy, list[tuple[int, Dataset]]] = weakref.WeakKeyDictionary()
 
@@ -64,8 +68,8 @@ class LabelPrivacy(tf.keras.layers.Layer):
     Raises:
         ValueError: for arguments out of range, or a call without ids.
         PrivacyError: ids that number the examples after a shuffle, or those of two data sets so that an example has two
-            numbers, or a number two examples.
-        tf.errors.InvalidArgumentError: when run, a label outside 0..K-1.
+            numbers, or a number two examples; or two columns of labels with the same ids.
+        tf.errors.InvalidArgumentError: when run, a label outside 0..K-1, or two labels with one id in one call.
     """
 
     def __init__(self, epsilon: float, num_classes: int, seed: int | None = None, **kwargs: object):
@@ -95,11 +99,12 @@ class LabelPrivacy(tf.keras.layers.Layer):
                 f"ids must have the shape of labels, {labels.shape}, got {ids.shape}: give each label its own id "
                 "(enumerate() before batch(), not after it), because labels with one id share their noise"
             )
+        _check_columns(self, labels, ids)
         _check_numbers(self, ids)
         self._by_id = True
         alike = tf.debugging.assert_equal(tf.shape(ids), tf.shape(labels), "ids must have the shape of labels")
         with tf.control_dependencies([] if alike is None else [alike]):
-            ids = tf.identity(ids)
+            ids = _with_one_label_each(ids, labels)
         code = tf.cast(labels, tf.int64)
         inside = tf.reduce_all((code >= 0) & (code < self.num_classes))
         with tf.control_dependencies(
@@ -159,6 +164,37 @@ class LabelPrivacy(tf.keras.layers.Layer):
 
     def compute_output_shape(self, input_shape: Arrays) -> Arrays:
         return input_shape
+
+
+def _with_one_label_each(ids: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """The ids, if no two different labels of a call have one id: they would share their noise."""
+    if ids.shape.rank == 0:
+        return tf.identity(ids)
+    names, code = tf.reshape(ids, [-1]), tf.reshape(labels, [-1])
+    distinct, which = tf.unique(names)
+    first = tf.math.unsorted_segment_min(tf.range(tf.size(names)), which, tf.size(distinct))
+    alike = tf.reduce_all(code == tf.gather(code, tf.gather(first, which)))
+    told = (
+        "ids must be of one example each, but two labels have one id. Give each column a LabelPrivacy of its own. Got"
+    )
+    with tf.control_dependencies([tf.debugging.Assert(alike, [told, ids])]):
+        return tf.identity(ids)
+
+
+@tf.autograph.experimental.do_not_convert
+def _check_columns(layer: LabelPrivacy, labels: tf.Tensor, ids: tf.Tensor) -> None:
+    """Raises if a function releases two columns of labels by the same ids: equal labels of an example would have the
+    same noise, so that what is released tells whether they are equal."""
+    if not isinstance(getattr(ids, "graph", None), tf.__internal__.FuncGraph) or tf.executing_eagerly():
+        return
+    released = _RELEASED.setdefault(layer, weakref.WeakKeyDictionary()).setdefault(ids.graph, [])
+    if any(have_same_values(ids, by) and not have_same_values(labels, these) for these, by in released):
+        raise PrivacyError(
+            f"Two columns of labels have the same ids ({ids.name!r}) in one LabelPrivacy. Labels of one id share their "
+            "noise, so what is released tells whether they are equal, and ε counts one release. Give each column a "
+            "LabelPrivacy of its own: a report adds them up."
+        )
+    released.append((labels, ids))
 
 
 @tf.autograph.experimental.do_not_convert
