@@ -60,6 +60,7 @@ __all__ = [
     "restore",
     "rewrite_bodies",
     "same",
+    "set_gradient",
     "source",
     "when_traced",
     "within",
@@ -279,6 +280,11 @@ def copy_op(
     if getattr(op, "_gradient_function", None) is not None:  # a call's gradient is kept beside the graph
         made._gradient_function = op._gradient_function
     return list(made.outputs)
+
+
+def set_gradient(op: tf.Operation, gradient: Callable | None) -> None:
+    """Has `tf.gradients` take this function for the op's gradient. None: TensorFlow's own, or that of the op's type."""
+    op._gradient_function = gradient
 
 
 def rewrite_bodies(op: tf.Operation, rewrite: Callable[[NodeDef], bool]) -> None:

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.derivatives import gradient_of
 from tfdpfl.clipping.graph import (
     channels_first,
     compiled,
@@ -288,30 +289,39 @@ class InlinedControlFlow:
             now.update({key(graph.inputs[i]): v for i, v in zip(carried, values, strict=True)})
             return now
 
-        def goes_on(turn, values, lists):
+        def goes_on(turn, values, lists, zeros):
             return _run(test, begin(cond, values), cond)[key(cond.outputs[0])]
 
-        def one_turn(turn, values, lists):
-            now = _run(path, {**outside, **begin(body, values)}, body, lambda t, made: (
-                _probed(made, probes[key(t)], turn) if key(t) in probes else made))  # fmt: skip
+        def one_turn(turn, values, lists, zeros):
+            zeros = dict(zip(probes, zeros, strict=True))
+
+            def change(t: tf.Tensor, made: tf.Tensor) -> tf.Tensor:
+                graph_tools.set_gradient(made.op, gradient_of(made.op, [inner[i] for i in t.op.inputs]))
+                if key(t) in zeros:
+                    made, zeros[key(t)] = _probed(made, zeros[key(t)], turn)
+                return made
+
+            now = _run(path, {**outside, **begin(body, values)}, body, change)
             lists = [
-                tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=tf.stop_gradient(now[k]))
+                tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=now[k])
                 for items, k in zip(lists, fed, strict=True)
             ]
-            return turn + 1, [now[key(y)] for y in ends], lists
+            for items in lists:  # nothing is asked of them
+                graph_tools.set_gradient(items.op, lambda op, g: (g, None, None))
+            return turn + 1, [now[key(y)] for y in ends], lists, [*zeros.values()]
 
         self.a.run(given)
-        _, values, lists = tf.while_loop(
+        _, values, lists, _ = tf.while_loop(
             goes_on,
             one_turn,
-            (tf.constant(0), [given[i] for i in carried], kept),
+            (tf.constant(0), [given[i] for i in carried], kept, [*probes.values()]),
             shape_invariants=(
                 tf.TensorShape([]),
                 [body.inputs[i].shape for i in carried],
-                [tf.TensorShape([])] * len(kept),
+                *([tf.TensorShape([])] * len(each) for each in (kept, probes)),
             ),
             parallel_iterations=op.get_attr("parallel_iterations"),
-            maximum_iterations=most,  # XLA wants to know
+            maximum_iterations=most if compiled() else None,  # XLA wants to know
         )
         made = [same.get(i) for i in range(len(given))]
         for i, v in zip(carried, values, strict=True):
@@ -377,24 +387,20 @@ def _run(
 _PROBED = "TfdpflProbed"
 
 
-def _probed(x: tf.Tensor, items: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-    """x plus a list's element of this turn, which is zero, as its derivative says: it is neither made nor added.
+def _probed(x: tf.Tensor, items: tf.Tensor, turn: tf.Tensor) -> list[tf.Tensor]:
+    """x plus a list's element of this turn, which is zero, as its derivative says: it is neither made nor added. And
+    the list, for the next turn.
 
     (TensorFlow would keep each use of tf.custom_gradient, and the graph that it is in, to the end of the process.)
     """
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _PROBED}):
-        return tf.identity_n([x, items, turn])[0]
+        return tf.identity_n([x, items, turn])[:2]
 
 
 @tf.RegisterGradient(_PROBED)
-def _gradient_of_probed(op: tf.Operation, g: tf.Tensor, *_: tf.Tensor | None) -> tuple:
-    _, items, turn = op.inputs
-    none = tf.raw_ops.TensorListReserve(
-        element_shape=tf.raw_ops.TensorListElementShape(input_handle=items, shape_type=tf.int32),
-        num_elements=tf.raw_ops.TensorListLength(input_handle=items),
-        element_dtype=g.dtype,
-    )
-    return g, tf.raw_ops.TensorListSetItem(input_handle=none, index=turn, item=g), None
+def _gradient_of_probed(op: tf.Operation, g: tf.Tensor, items: tf.Tensor, _: tf.Tensor | None) -> tuple:
+    """Of the list what the later turns have put into it, and this one."""
+    return g, tf.raw_ops.TensorListSetItem(input_handle=items, index=op.inputs[2], item=g), None
 
 
 def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
+from tfdpfl.clipping.derivatives import set_gradients
 from tfdpfl.clipping.fallback import Replay
 from tfdpfl.clipping.gradients import Units, Use
 from tfdpfl.clipping.graph import inner_call, is_call, is_loop, key
@@ -95,7 +96,9 @@ class WeightUses:
         wanted = {key(loop.probe): loop.probe for loop in self._opened.turns}
         wanted |= {key(t): t for use in ruled for t in self._a.differentiable(use.op)}
         wanted |= {key(t): t for replay in replays for t in replay.outputs}
-        found = tf.gradients([losses], list(wanted.values())) if wanted else []
+        path = graph_tools.ancestors([losses]).values() if wanted else []
+        with set_gradients(path, self._a.states):
+            found = tf.gradients([losses], list(wanted.values())) if wanted else []
         return {at: tf.convert_to_tensor(g) for at, g in zip(wanted, found, strict=True) if g is not None}
 
     def _unroll(self, gradients: Gradients) -> list[_RuledUse]:
