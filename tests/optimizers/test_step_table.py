@@ -603,3 +603,11 @@ def test_trainings_that_are_killed_and_resumed_count_every_step_and_repeat_no_no
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("\n") == 4 and "BROKEN" not in done.stdout
+
+
+def test_the_bytes_that_mark_a_table_are_in_tables_of_every_version():
+    for version in (1, 2, 999):
+        table = _step_table.empty_table()
+        table[-1, 0] += 1 - version
+        assert _step_table.mark_of_any_version() in table.tobytes() and _step_table.is_table(table)
+    assert _step_table.mark_of_any_version() not in np.zeros([64, 9]).tobytes()

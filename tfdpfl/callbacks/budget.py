@@ -47,6 +47,7 @@ from tfdpfl.data import declared_sampling
 from tfdpfl.data.declared import notes_of
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _past, _step_table
+from tfdpfl.optimizers._loaded import recorded_for
 from tfdpfl.optimizers._schedules import PiecewiseConstant
 
 __all__ = ["PrivacyBudget"]
@@ -632,6 +633,12 @@ def _whose_weights(model: Model, ledger: PrivacyLedger) -> Iterator[str]:
             "The weights are not those that private steps left: something else changed them (load_weights, "
             "set_weights, training with another optimizer). This ε includes the cost of the new weights only if "
             "this ledger has it."
+        )
+    for file, steps in recorded_for(model, ledger).items():
+        yield (
+            f"The weights come from {file}, which records {steps} private steps, and this ε does not include these "
+            "steps. If they were on these data, too, load the file with its optimizer (load_model without "
+            "compile=False; compile before load_weights), or pass the ledger of that training as ledger=."
         )
     for other, (steps, left) in list(LEFT.items()):
         theirs = [dp.ledger() for dp in stepping(other).values()] if numbers & left and other is not model else []

@@ -30,7 +30,7 @@ from tfdpfl.clipping.refusals import EAGER
 from tfdpfl.clipping.step_checks import before_it_runs, raw_variable
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.strategies import Noise, Tree
-from tfdpfl.optimizers import _fit_hook, _past, _replicas, _step_table
+from tfdpfl.optimizers import _fit_hook, _loaded, _past, _replicas, _step_table
 from tfdpfl.optimizers._bias_corrected import AdamBC
 from tfdpfl.optimizers._fused_adam import FusedAdam, updates_as_adam
 from tfdpfl.optimizers._noises import noise_of
@@ -525,6 +525,7 @@ def _make(base: type, name: str) -> type[DPOptimizer]:
         "_dp_model": of_keras.Model,
     })  # fmt: skip
     _fit_hook.watch(of_keras.callbacks.CallbackList)
+    _loaded.watch(of_keras.Model)
     return _registration(base)(package="tfdpfl", name=name)(made)
 
 

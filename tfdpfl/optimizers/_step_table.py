@@ -37,6 +37,7 @@ __all__ = [
     "empty_table",
     "is_table",
     "ledger_of",
+    "mark_of_any_version",
     "merge_tables",
     "new_origin",
     "number_of",
@@ -84,6 +85,11 @@ def _marks(table: np.ndarray) -> np.ndarray:
     if table.ndim != 2 or table.shape[1] < 4:
         return np.zeros([0, 4])
     return table[(table[:, ORIGIN] < _MARK) & (table[:, ORIGIN] > _MARK - 1000)]
+
+
+def mark_of_any_version() -> bytes:
+    """Returns bytes that stand in each file with a saved table, as far as it is not compressed."""
+    return np.array(_MARK - VERSION, "<f8").tobytes()[2:]
 
 
 def is_table(array: np.ndarray) -> bool:
