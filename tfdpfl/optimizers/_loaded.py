@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl._frames import optimizer_of
 from tfdpfl._types import Model
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.clipping.step_checks import raw_variable
@@ -63,16 +62,11 @@ def _replace(module: Any, name: str) -> None:
 
 
 def _note(model: Model, file: Any) -> None:
-    """Notes the steps in a file for the weights of a model that was loaded from it, but for those that its optimizer
-    has loaded."""
+    """Notes the steps in a file for the weights of a model that was loaded from it."""
     tables = [table for table in _tables_in(file) if _step_table.is_table(table)]
     for table in tables:
         _step_table.refuse_newer(table)
     rows = _step_table.merge_tables(np.zeros([0, len(_step_table.COLUMNS)]), *map(_step_table.with_all_columns, tables))
-    optimizer = optimizer_of(model)
-    if hasattr(optimizer, "_dp"):
-        known = {row.tobytes() for row in optimizer._dp.rows()}
-        rows = rows[[row.tobytes() not in known for row in rows]]
     if not len(rows):
         return
     for variable in map(raw_variable, _past.weights_of(model)):
