@@ -22,6 +22,7 @@ from tfdpfl.flower import (
     local_dp_mod,
 )
 from tfdpfl.flower.reports import ClientLedger, as_template
+from tfdpfl.flower.spent import ledger_of_uploads
 
 
 def test_a_projects_report_has_the_strategy_and_what_its_clients_said():
@@ -112,6 +113,29 @@ def test_a_clients_ledger_outlives_its_process(tmp_path):
         Clients(shifted(1.0), [local_dp_mod(l2_norm_clip=1, noise_multiplier=1, delta=1e-5, ledger_path="{hospital}")])(
             message(), 0
         )
+
+
+def test_a_ledger_of_examples_is_none_of_updates(tmp_path):
+    """Updates of which examples alone were protected were in an epsilon of whole updates."""
+
+    def opened(level, path="one.json"):
+        return ClientLedger(Context(1, 101, {}, RecordDict(), {}), level, tmp_path / path)
+
+    steps = PrivacyLedger().record(1.1, 2, num_examples=40, batch_size=8, adjacency="zero_out")
+    opened("example").spend(steps)
+    assert opened("example").ledger.steps == 2
+    with pytest.raises(
+        PrivacyError, match=r"one\.json' has entries that protect something else than one client's update"
+    ):
+        opened("local")
+    opened("local", "two.json").spend(ledger_of_uploads(4.0))
+    with pytest.raises(PrivacyError, match="something else than one example, so their ε would be of neither"):
+        opened("example", "two.json")
+    mixed = PrivacyLedger().merge(steps).merge(ledger_of_uploads(4.0))
+    (tmp_path / "two.json").write_text(json.dumps(mixed.to_dict()))
+    for level in ("example", "local"):
+        with pytest.raises(PrivacyError, match="Give example_dp a ledger_path of its own"):
+            opened(level, "two.json")
 
 
 def test_a_path_with_braces_is_kept_as_it_is(tmp_path):

@@ -552,6 +552,11 @@ class PrivacyLedger:
         return units[0] if units else None
 
     @property
+    def adjacencies(self) -> set[str]:
+        """Returns the neighbouring relations that the entries are stated for."""
+        return {str(row.run.adjacency) for row in self._rows}
+
+    @property
     def adjacency(self) -> str:
         """The neighbouring relation that all rows hold for. It is the one that they were recorded for. Where these
         differ, it is `"replace_one"` if some are for that and all can be, else `"zero_out"`.
@@ -559,7 +564,7 @@ class PrivacyLedger:
         Raises:
             PrivacyError: There is none.
         """
-        stated = {str(row.run.adjacency) for row in self._rows} or {"add_or_remove_one"}
+        stated = self.adjacencies or {"add_or_remove_one"}
         if len(stated) == 1:
             return stated.pop()
         # A DP-SGD step with an example blanked is the step without it. Of a row that replaces one, fewer neighbours

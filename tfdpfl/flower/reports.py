@@ -31,6 +31,7 @@ __all__ = [
 
 KEY = "tfdpfl.privacy"
 VERSION = 1  # of a report, the one record of this package that travels between a client and its server
+_OF_UPDATES = "replace_one"  # the relation that noisy updates are stated for
 _REFUSED = 201  # Flower's own code for a mod whose condition is not met
 
 
@@ -53,7 +54,8 @@ class ClientLedger:
 
     Raises:
       ValueError: the path names an entry that the node lacks, or the file holds no whole ledger.
-      PrivacyError: the file was made once and is gone, is older than this run knows, or of a newer format.
+      PrivacyError: the file was made once and is gone, is older than this run knows, of a newer format, or of a
+        mechanism that protects something else.
     """
 
     def __init__(self, context: Context, level: str, path: str | os.PathLike | None):
@@ -115,7 +117,7 @@ class ClientLedger:
 
     def _parsed(self, saved: str) -> PrivacyLedger:
         try:
-            return PrivacyLedger.from_dict(json.loads(saved))
+            ledger = PrivacyLedger.from_dict(json.loads(saved))
         except NewerFormatError as error:
             raise NewerFormatError(f"ledger_path={str(self._path)!r}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -124,6 +126,13 @@ class ClientLedger:
                 "holds what this client has spent. Restore the file from a backup, or delete it if the client never "
                 "took part."
             ) from error
+        if any((relation == _OF_UPDATES) != (self._level == "local") for relation in ledger.adjacencies):
+            raise PrivacyError(
+                f"ledger_path={str(self._path)!r} has entries that protect something else than one "
+                f"{UNITS[self._level]}, so their ε would be of neither. Give example_dp a ledger_path of its own, and "
+                "local_dp_mod (or nbafl_mod) another."
+            )
+        return ledger
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
