@@ -23,6 +23,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tfdpfl import _replay_hook
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import Arrays, DpEvent, Estimator
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import gaussian_noise_multiplier
@@ -53,8 +54,6 @@ _Ran: TypeAlias = tuple[str, float, float, bool]  # its solver, ε and δ, and w
 
 def _event_of(events: Sequence[DpEvent | None]) -> DpEvent | None:
     """Fits as one event; None if one has none, or there is no fit."""
-    from dp_accounting import dp_event
-
     return None if not events or None in events else dp_event.ComposedDpEvent([*events])
 
 
@@ -212,8 +211,6 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return self._priced(self.__dict__.get("_spent", ()), delta, accountant)
 
     def _priced(self, spent: Sequence[_Spent], delta: float, accountant: str = "pld") -> Price:
-        from dp_accounting import dp_event
-
         delta, accountant = check_delta(delta), check_accountant(accountant)
         spent = spent or [(None, float(self.epsilon), float(self.delta))]
         alone = [(epsilon, least) for event, epsilon, least in spent if event is None]
@@ -284,15 +281,11 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return minimum + around * problem.normals(), z, None
 
     def _output(self, problem: _Problem):
-        from dp_accounting import dp_event
-
         z = gaussian_noise_multiplier(self.epsilon, self.delta)
         sensitivity = (problem.sensitivity + 2 * problem.tolerance) / problem.regularization
         return problem.noised(problem.minimum(0.0), z, sensitivity), z, dp_event.GaussianDpEvent(z)
 
     def _gradient(self, problem: _Problem):
-        from dp_accounting import dp_event
-
         z = gaussian_noise_multiplier(self.epsilon, self.delta, self.num_steps)
         step = 1 / (problem.curvature * problem.x.shape[0] + problem.regularization)
         w = np.zeros(problem.size)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tfdpfl import _formats, _report_html
 from tfdpfl._formats import NewerFormatError
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, Json, Promiser
 from tfdpfl._version import __version__
 from tfdpfl.accounting import ACCOUNTANTS, Price, PrivacyLedger, _checks
@@ -449,8 +450,6 @@ def _composed(promises: Sequence[Promise]) -> list[Promise]:
     Raises:
         PrivacyError: The ledgers do not add up.
     """
-    from dp_accounting import dp_event
-
     merged = PrivacyLedger()
     events: dict[str, list[DpEvent]] = {}
     for promise in promises:

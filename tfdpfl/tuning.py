@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, Keywords, Promiser
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
 from tfdpfl.accounting.pricing import leaves_of
@@ -233,8 +234,6 @@ class RandomSearch:
     @property
     def event(self) -> DpEvent:
         """A whole search, as a dp-accounting event."""
-        from dp_accounting import dp_event
-
         return dp_event.RepeatAndSelectDpEvent(self._spends, self.mean_runs, self.shape)
 
     @property
@@ -315,8 +314,6 @@ def _uniform() -> float:
 
 def _spent(what: Promiser) -> tuple[DpEvent, str]:
     """What was, or is to be spent, as an event, and the neighbours that it is stated for."""
-    from dp_accounting import dp_event
-
     if isinstance(what, dp_event.DpEvent):
         return what, "add_or_remove_one"
     if isinstance(what, Run):

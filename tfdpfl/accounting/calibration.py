@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import (
@@ -170,7 +171,6 @@ def gaussian_noise_multiplier(epsilon: float, delta: float, times: int = 1) -> f
     Raises:
         PrivacyError: As `smallest_noise_multiplier`.
     """
-    from dp_accounting import dp_event
 
     def spent(z: float) -> float:
         return price(dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(z), times), delta).epsilon

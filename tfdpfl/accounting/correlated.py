@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, Json
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting._checks import choice, real, whole
@@ -118,8 +119,6 @@ class CorrelatedRun:
     @property
     def dp_event(self) -> DpEvent:
         """Returns the event of the run for an accountant. Its σ is relative to the sensitivity under `adjacency`."""
-        from dp_accounting import dp_event
-
         if self.participations == 0:
             return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:
@@ -328,8 +327,6 @@ def _in_groups(
 
 def _independent(num_steps: int, rate: float, target: float, delta: float) -> Iterator[tuple[Noise, float, str]]:
     """Yields independent noise with each sampling that lowers ε for the neighbours of the others."""
-    from dp_accounting import dp_event
-
     population: Any = round(1 / rate, 6)  # of which a batch has one on average
     neighbours = FIXED_ORDER.adjacencies[0]
     for scheme in SCHEMES.values():

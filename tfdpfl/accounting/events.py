@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, PrivacyLosses
 from tfdpfl.errors import PrivacyError
 
@@ -24,7 +25,6 @@ def event_type(name: str, *fields: str, losses: Callable | None = None, **defaul
     @functools.cache
     def made() -> type[DpEvent]:
         import attr
-        from dp_accounting import dp_event
 
         base = type(name, (dp_event.DpEvent,), {} if losses is None else {"losses": losses})
         attributes = dict.fromkeys(fields, attr.ib()) | {field: attr.ib(default=v) for field, v in defaults.items()}
@@ -36,8 +36,6 @@ def event_type(name: str, *fields: str, losses: Callable | None = None, **defaul
 
 def composed(events: Iterable[DpEvent]) -> DpEvent:
     """Returns the event of all of these, one after the other: of one event that event itself."""
-    from dp_accounting import dp_event
-
     parts = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
     if not parts:
         return dp_event.NoOpDpEvent()
@@ -46,8 +44,6 @@ def composed(events: Iterable[DpEvent]) -> DpEvent:
 
 def event_named(name: str) -> type[DpEvent] | None:
     """Returns the type of a saved event, or None if there is none."""
-    from dp_accounting import dp_event
-
     return getattr(dp_event, name, None) or _TYPES.get(name, lambda: None)()
 
 
@@ -60,8 +56,6 @@ def gaussian_of_group(event: DpEvent, number: int) -> DpEvent:
     Raises:
         PrivacyError: Something else than Gaussian noise is in it.
     """
-    from dp_accounting import dp_event
-
     if isinstance(event, dp_event.NoOpDpEvent | dp_event.NonPrivateDpEvent):
         return event
     if isinstance(event, dp_event.GaussianDpEvent):

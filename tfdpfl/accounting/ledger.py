@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdpfl import _formats
+from tfdpfl._lazy import dp_event
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import DpEvent, Json, JsonValue, Keywords
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.arguments import LedgerArguments, StepArguments, shows_arguments
-from tfdpfl.accounting.events import event_named, gaussian_of_group
+from tfdpfl.accounting.events import composed, event_named, gaussian_of_group
 from tfdpfl.accounting.pricing import price
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.accounting.report import FIGURES, OF_SEVERAL_EXAMPLES, USERS_ARE_UNITS, PrivacyReport, report_of
@@ -94,8 +95,6 @@ class _Applied(_Row):
     participations = steps
 
     def stated_for(self, adjacency: str) -> DpEvent | None:
-        from dp_accounting import dp_event
-
         return dp_event.SelfComposedDpEvent(self.event, self.count) if adjacency == self.adjacency else None
 
     def text(self) -> str:
@@ -371,8 +370,6 @@ class PrivacyLedger:
                 other entries do. A ledger of users refuses to add up events of examples.
             name: What was released, for the statement; None names the kind of event.
         """
-        from dp_accounting import dp_event
-
         if not isinstance(event, dp_event.DpEvent):
             raise ValueError(f"event must be a dp_accounting.DpEvent, got {event!r}: record() takes a σ")
         count = _checks.whole("count", count, 0, "count the applications")
@@ -502,13 +499,9 @@ class PrivacyLedger:
         return self._event(1)
 
     def _event(self, max_examples_per_user: int) -> DpEvent:
-        from dp_accounting import dp_event
-
         adjacency, rows = self.adjacency, self._rows_for(max_examples_per_user)
         events = [event for row in rows if (event := row.run.stated_for(adjacency)) is not None]
-        if not events:
-            return dp_event.NoOpDpEvent()
-        return events[0] if len(events) == 1 else dp_event.ComposedDpEvent(events)
+        return composed(events)
 
     def _rows_for(self, number: int) -> list[_Row]:
         """Returns the rows for neighbours that differ in so many examples, or in those that they were recorded for."""
@@ -753,8 +746,6 @@ def _encode(value: object) -> JsonValue:
 
 
 def _decode(value: JsonValue) -> "DpEvent | JsonValue":
-    from dp_accounting import dp_event
-
     if isinstance(value, list):
         return [_decode(item) for item in value]
     if not isinstance(value, dict):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import Arrays, DpEvent, PrivacyLosses
 from tfdpfl._waiting import explain_wait
 from tfdpfl.accounting import _checks
@@ -179,8 +180,6 @@ def _releases_the_truth(event: DpEvent) -> bool:
 
     Accountants disagree about such an event. Privacy loss distributions even drop an infinite loss, and return ε = 0.
     """
-    from dp_accounting import dp_event
-
     if 0 in (getattr(event, "sampling_probability", 1), getattr(event, "sample_size", 1)):
         return False  # nobody is ever sampled
     for name in ("event", "step", "gaussian"):
@@ -199,8 +198,6 @@ def _releases_the_truth(event: DpEvent) -> bool:
 
 
 def _no_price(leaves: Leaves, adjacency: str) -> str:
-    from dp_accounting import dp_event
-
     sampled = any(isinstance(leaf, dp_event.PoissonSampledDpEvent) for leaf, _ in leaves)
     if any(_is_of_pld_alone(leaf) for leaf, _ in leaves) and adjacency == "add_or_remove_one":
         return (
@@ -225,8 +222,6 @@ def beyond_support(leaf: DpEvent) -> float:
     Shifted noise is where the other noise cannot be with the probability that noise passes SUPPORT minus the shift,
     in standard deviations. A generator's normals come in pairs of one radius, whose tail is exp(-r²/2).
     """
-    from dp_accounting import dp_event
-
     if hasattr(leaf, "gaussian"):
         return sum(number * _tail(shift) for number, shift in leaf.shifts)
     if hasattr(leaf, "sensitivities"):
@@ -336,8 +331,6 @@ def _converted_divergences(orders: Arrays, divergences: Arrays, delta: float) ->
 def _dominating(leaf: DpEvent) -> DpEvent:
     """A sum that several examples may join, where the accountant does not know it, as one that all of them join once
     one does: more of them move it no less."""
-    from dp_accounting import dp_event
-
     if _is_group(leaf):
         chance = -math.expm1(leaf.size * math.log1p(-leaf.step.sampling_probability))
         step = dp_event.GaussianDpEvent(leaf.step.event.noise_multiplier / leaf.size)
@@ -351,15 +344,11 @@ def _dominating(leaf: DpEvent) -> DpEvent:
 
 def _is_blanked_subset(leaf: DpEvent, adjacency: str) -> bool:
     """Whether a Gaussian's sum is over a fresh subset of fixed size, in which one member's contribution is blanked."""
-    from dp_accounting import dp_event
-
     drawn = isinstance(leaf, dp_event.SampledWithoutReplacementDpEvent)
     return drawn and adjacency == "zero_out" and isinstance(leaf.event, dp_event.GaussianDpEvent)
 
 
 def _halved(leaf: DpEvent) -> DpEvent:
-    from dp_accounting import dp_event
-
     half = dp_event.GaussianDpEvent(leaf.event.noise_multiplier / 2)
     return dp_event.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, half)
 
@@ -378,8 +367,6 @@ def is_of_pld_alone(event: DpEvent) -> bool:
 
 
 def _untruncated(leaf: DpEvent) -> DpEvent:
-    from dp_accounting import dp_event
-
     if not _is_truncated(leaf):
         return leaf
     return dp_event.PoissonSampledDpEvent(leaf.sampling_probability, dp_event.GaussianDpEvent(leaf.noise_multiplier))
@@ -419,8 +406,6 @@ def _divergences(leaf: DpEvent, orders: tuple[float, ...], relation: Relation) -
 
 def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | None) -> float | None:
     """ε by privacy loss distributions; None if an event is not supported or the numbers fail."""
-    from dp_accounting import dp_event
-
     if not leaves or guide == 0:
         return 0.0
     others = [(leaf, n) for leaf, n in leaves if not isinstance(leaf, dp_event.GaussianDpEvent)]
@@ -440,8 +425,6 @@ def _pld_epsilon(leaves: Leaves, delta: float, adjacency: str, guide: float | No
 
 def mu_of_gaussians(leaves: Leaves) -> float:
     """Returns 1/σ of the Gaussian that those among the events are together, whatever the adjacency."""
-    from dp_accounting import dp_event
-
     gaussians = [(leaf.noise_multiplier, n) for leaf, n in leaves if isinstance(leaf, dp_event.GaussianDpEvent)]
     return math.hypot(*(math.sqrt(n) / max(sigma, 1e-100) for sigma, n in gaussians))
 
@@ -473,8 +456,6 @@ def _composed_losses_epsilon(leaves: Leaves, delta: float, adjacency: str, inter
 
 
 def _takes_pld_too_long(leaves: Leaves, guide: float | None) -> bool:
-    from dp_accounting import dp_event
-
     response = getattr(dp_event, "RandomizedResponseDpEvent", ())
     responses = sum(n for leaf, n in leaves if isinstance(leaf, response))
     too_many = guide is not None and sum(n for _, n in leaves) > _MOST_SAMPLED_STEPS
@@ -651,8 +632,6 @@ def _cached(function: Any, leaf: DpEvent, *how: Any) -> Any:
 
 def _doubled(leaf: DpEvent) -> DpEvent | None:
     """The event as PLD of dp-accounting 0.6 reads σ under REPLACE_ONE: relative to half of what an example moves."""
-    from dp_accounting import dp_event
-
     if isinstance(leaf, dp_event.GaussianDpEvent):
         return dp_event.GaussianDpEvent(2 * leaf.noise_multiplier)
     if isinstance(leaf, dp_event.PoissonSampledDpEvent) and isinstance(leaf.event, dp_event.GaussianDpEvent):
@@ -681,8 +660,6 @@ def _relations(adjacency: str) -> list[Relation]:
 
 def leaves_of(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
     """The events that compositions are made of, each with how often it ran."""
-    from dp_accounting import dp_event
-
     if isinstance(event, dp_event.ComposedDpEvent):
         for part in event.events:
             yield from leaves_of(part, count)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting._checks import choice, real, whole
@@ -276,8 +277,6 @@ class Run:
     @property
     def dp_event(self) -> DpEvent:
         """Returns the event of the run for an accountant. Its σ is relative to the sensitivity under `adjacency`."""
-        from dp_accounting import dp_event
-
         if self.participations == 0:
             return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, PrivacyLosses
 from tfdpfl.accounting.events import event_type
 from tfdpfl.errors import PrivacyError
@@ -159,8 +160,6 @@ class SamplingScheme:
 
     def of_group(self, step: DpEvent, population: int, size: float, number: int) -> DpEvent:
         """Returns the same for neighbours that differ in so many examples; see `group_adjacencies`."""
-        from dp_accounting import dp_event
-
         return dp_event.GaussianDpEvent(step.noise_multiplier / number)
 
     def sensitivity(self, adjacency: str, grouped: bool) -> int:
@@ -201,8 +200,6 @@ class Poisson(SamplingScheme):
     draws_cohorts = True
 
     def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
-        from dp_accounting import dp_event
-
         return dp_event.PoissonSampledDpEvent(size / population, step)
 
     def cut(self, step: DpEvent, population: int, size: float, most: int) -> DpEvent:
@@ -248,8 +245,6 @@ class FixedSize(SamplingScheme):
     draws_cohorts = True
 
     def sampled(self, step: DpEvent, population: int, size: float) -> DpEvent:
-        from dp_accounting import dp_event
-
         return dp_event.SampledWithoutReplacementDpEvent(population, int(size), step)
 
 
@@ -301,8 +296,6 @@ class CyclicPoisson(SamplingScheme):
     def of_uses(
         self, use: DpEvent, moves: tuple[float, ...], rate: float, separation: int, uses: int, steps: int
     ) -> DpEvent:
-        from dp_accounting import dp_event
-
         # The rounds of the groups see one of an example's uses each.
         return dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(rate, use) if rate < 1 else use, uses)
 
@@ -398,8 +391,6 @@ def truncated_event_type(size: int | None) -> type[DpEvent]:
     Raises:
         PrivacyError: The installed one has none.
     """
-    from dp_accounting import dp_event
-
     found = getattr(dp_event, "TruncatedSubsampledGaussianDpEvent", None)
     if found is None:
         raise PrivacyError(
@@ -435,8 +426,6 @@ _resting = event_type("BMinSepDpEvent", "event", "moves", "rate", "steps", "mean
 
 def _sampled_group(rate: float, sigma: float, size: int) -> DpEvent:
     """A Gaussian sum that each of `size` examples joins by a coin of its own."""
-    from dp_accounting import dp_event
-
     mixture = getattr(dp_event, "MixtureOfGaussiansDpEvent", None)
     if mixture is None:
         return _group(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), size)

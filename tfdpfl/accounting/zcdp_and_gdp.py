@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent
 from tfdpfl.accounting.pricing import beyond_support, leaves_of, price
 from tfdpfl.errors import PrivacyError
@@ -33,8 +34,6 @@ class Measures(NamedTuple):
 def zcdp_and_gdp(event: DpEvent, accountant: str, adjacency: str) -> Measures:
     """Returns these measures of an event, as `price` takes it. (ρ and μ are of exact normals: where noise ends costs a
     δ beside them.)"""
-    from dp_accounting import dp_event
-
     leaves = list(leaves_of(event))
     if all(isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves):
         from scipy.special import ndtr, ndtri

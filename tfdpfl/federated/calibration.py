@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._names import accept_old_names
 from tfdpfl._types import DpEvent
 from tfdpfl.accounting import _checks
@@ -176,6 +177,4 @@ def _events_of_clients(trainings: Sequence[tuple[Any, RoundsRun]]) -> Iterable[l
 
 
 def _composed(events: Sequence[DpEvent], delta: float, accountant: str, adjacency: str) -> Price:
-    from dp_accounting import dp_event
-
     return price(dp_event.ComposedDpEvent(list(events)), delta, accountant, adjacency)

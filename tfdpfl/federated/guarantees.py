@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent
 from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.participation import most_participations, tree_sensitivity
@@ -49,8 +50,6 @@ class _OneEvent:
 
     def event(self, run: RoundsRun) -> DpEvent:
         """States what ran, for an accountant."""
-        from dp_accounting import dp_event
-
         most = participations(run, recorded=self._recorded)
         if most == 0:
             return dp_event.NoOpDpEvent()
@@ -91,8 +90,6 @@ class ClientLevel(_OneEvent):
     adjacency: str = "zero_out"
 
     def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
-        from dp_accounting import dp_event
-
         def released(times: int) -> DpEvent:
             """A round whose sum was released so often, each time with noise of its own: one Gaussian of all of them."""
             return run.participation.sampled(dp_event.GaussianDpEvent(self.noise_multiplier / math.sqrt(times)))
@@ -120,8 +117,6 @@ class TreeLevel(_OneEvent):
     adjacency: str = "zero_out"
 
     def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
-        from dp_accounting import dp_event
-
         squared = tree_sensitivity(run.rounds, most, _separation(run), self.restart_every)
         squared *= max(run.again, default=1)  # a round that is released again makes its nodes again, with other noise
         # The nodes together are one Gaussian mechanism, for clients that adapt to what was released, too (Denisov et
@@ -179,8 +174,6 @@ class LocalLevel(_OneEvent):
     _recorded = True
 
     def _noisy_event(self, run: RoundsRun, most: int) -> DpEvent:
-        from dp_accounting import dp_event
-
         return dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(self.noise_multiplier / 2), most)
 
 
@@ -262,8 +255,6 @@ class ExampleLevel:
 
     def event_of(self, count: int, num_examples: int | None) -> DpEvent:
         """``count`` participations of a client that holds so many examples, for an accountant."""
-        from dp_accounting import dp_event
-
         if count == 0 or num_examples == 0:
             return dp_event.NoOpDpEvent()
         if self.noise_multiplier == 0:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import Arrays, Computation, Dataset, DpEvent, Keywords, Loss, Model, Nest, Optimizer, State
 from tfdpfl.accounting import _checks, compute_noise_multiplier
 from tfdpfl.accounting.arguments import shows_arguments
@@ -166,8 +167,6 @@ class NbAFLLevel:
         return self._price(run, [self.clients_per_round] * run.rounds, delta, accountant)
 
     def _price(self, run: RoundsRun, sizes: Sequence[int], delta: float, accountant: str) -> Price:
-        from dp_accounting import dp_event
-
         most = participations(run)
         if most == 0:
             return price(dp_event.NoOpDpEvent(), delta, accountant, self.adjacency)
@@ -352,8 +351,6 @@ def _log_mixed(q: float, x: float) -> float:
 
 
 def _price(steps: dict[DpEvent, int], delta: float, accountant: str) -> Price:
-    from dp_accounting import dp_event
-
     events = [dp_event.SelfComposedDpEvent(event, count) for event, count in steps.items()]
     try:
         return price(dp_event.ComposedDpEvent(events), delta, accountant, "replace_one")

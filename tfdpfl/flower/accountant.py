@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
+from tfdpfl._lazy import dp_event
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_accountant, check_delta
 from tfdpfl.accounting.promises import Promise
@@ -129,8 +130,6 @@ class LedgerAccountant:
         self.ledger = PrivacyLedger.from_dict(state["ledger"])  # type: ignore[arg-type]
 
     def _add(self, ledger: PrivacyLedger, event: accounting.GaussianPrivacyEvent, count: int) -> None:
-        from dp_accounting import dp_event
-
         count = _checks.whole("count", count, 1, "count the releases")
         if event.population_size != self.config.population_size:
             raise ValueError(

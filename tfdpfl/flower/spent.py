@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tfdpfl import _formats
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, JsonValue, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.sampling import POISSON
@@ -90,8 +91,6 @@ class Draw:
 
 def ledger_of_uploads(noise_multiplier: float, count: int = 1, seed: int | None = None) -> PrivacyLedger:
     """Returns what a client's noisy updates cost it. One update becomes any other, so it moves by 2 clips."""
-    from dp_accounting import dp_event
-
     ledger = PrivacyLedger().add(dp_event.GaussianDpEvent(noise_multiplier / 2), count, adjacency="replace_one")
     ledger.seeded = seeded_by(seed)
     return ledger
@@ -161,7 +160,6 @@ class Settings:
 
     def ledger(self, run: RoundsRun, evaluations: int = 0) -> PrivacyLedger:
         """Returns what these rounds, and so many evaluations, released for a client, as events."""
-        from dp_accounting import dp_event
 
         def gaussian(z: float) -> DpEvent:
             return dp_event.GaussianDpEvent(z) if z > 0 else dp_event.NonPrivateDpEvent()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, Estimator
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
@@ -37,8 +38,6 @@ def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:
         outcomes: K if it is randomized response on K classes. 2 stands for any ε-DP mechanism: randomized response
             on two classes dominates them all (Kairouz et al. 2015, arXiv:1311.0776).
     """
-    from dp_accounting import dp_event
-
     if outcomes < 2:
         return dp_event.NoOpDpEvent()
     if hasattr(dp_event, "RandomizedResponseDpEvent"):

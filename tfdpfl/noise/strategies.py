@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from tfdpfl._lazy import dp_event
 from tfdpfl._types import Json, Keywords
 from tfdpfl.accounting._checks import choice, keep, known, put, real, whole
 from tfdpfl.accounting.events import event_type
@@ -643,8 +644,6 @@ def moved_normals(shift: float, shifts: Iterable[tuple[float, float]]) -> DpEven
     Args:
       shifts: how many of them move by how many standard deviations each.
     """
-    from dp_accounting import dp_event
-
     return _correlated(dp_event.GaussianDpEvent(1 / shift), tuple(shifts))
 
 
