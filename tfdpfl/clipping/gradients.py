@@ -427,9 +427,8 @@ class EmbeddingGradient:
         return []
 
     def weighted_sum(self, c: tf.Tensor, units: Units) -> tf.Tensor:
-        g = tf.reshape(units.scaled(self.g, c), [-1, self.g.shape[2]])
-        table = tf.math.unsorted_segment_sum(g, tf.reshape(self.ids, [-1]), self.vocabulary)
-        return tf.reshape(table, self.shape)
+        rows = self.weighted_rows(c, units)
+        return tf.reshape(tf.math.unsorted_segment_sum(rows.values, rows.indices, self.vocabulary), self.shape)
 
     def weighted_rows(self, c: tf.Tensor, units: Units) -> tf.IndexedSlices:
         """As `weighted_sum`, of which each row is the sum of those of its number."""

@@ -3,6 +3,7 @@ in as weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -149,7 +150,8 @@ def _holds_a_step(op: tf.Operation) -> bool:
 
 def _numbered(t: tf.Tensor) -> Handle | None:
     """As `resource`, so that what is public says which variables it was read from."""
-    return Handle(id(graph_tools.origin(t)), id(graph_tools.origin(t))) if t.dtype == tf.resource else None
+    handle = resource(t)
+    return handle and dataclasses.replace(handle, index=id(graph_tools.origin(t)))
 
 
 def _choices(analysis: BatchAxis, chosen: dict[Handle, tf.Operation]) -> None:
