@@ -110,6 +110,8 @@ MEET = {
         "reads rows at random"),
     "each row for two numbers": (
         lambda: Dataset.range(N).shuffle(N).map(lambda i: tf.gather(TABLE, i // 2)).batch(8), "for several numbers"),
+    "each row for two numbers, in a call": (
+        lambda: Dataset.range(N).map(tf.function(lambda i: tf.gather(TABLE, i // 2))).batch(8), "for several numbers"),
     "each place for two numbers": (
         lambda: Dataset.range(N).map(lambda i: tf.gather_nd(TABLE, [i // 2])).batch(8), "for several numbers"),
     "the same in batches": (lambda: Dataset.range(N).batch(8).map(lambda i: tf.gather(TABLE, i % 60)), "for several"),
@@ -138,6 +140,9 @@ MEET = {
     "running sums": (lambda: ROWS.batch(8).map(lambda x, y: (tf.scan(lambda a, b: a + b, x), y)), "another first row"),
     "sorted, with noise": (
         lambda: ROWS.batch(8).map(lambda x, y: (tf.sort(x, 0) + tf.random.normal([1, 4]), y)), "another first row"),
+    "sorted, with noise, in a call": (
+        lambda: ROWS.batch(8).map(tf.function(lambda x, y: (tf.sort(x, 0) + tf.random.normal([1, 4]), y))),
+        "another first row"),
     "sorted, less two draws": (
         lambda: ROWS.batch(8).map(lambda x, y: (
             tf.sort(x, 0) * (tf.random.normal([1, 4]) - tf.random.normal([1, 4])), y)), "another first row"),
@@ -222,6 +227,8 @@ APART = {
         lambda t: tf.shape(t)[0], [4, 10], [3, 3, 3], pad_to_bucket_boundary=True),
     "ragged, a fixed length": lambda: WORDS.ragged_batch(2).map(lambda t: t.to_tensor(shape=[None, 4])),
     "by number, in another order": lambda: Dataset.range(N).map(lambda i: tf.gather(TABLE, (i * 5 + 3) % N)).batch(8),
+    "by number, in a call": lambda: Dataset.range(N).map(
+        tf.function(lambda i: tf.gather(TABLE, (i * 5 + 3) % N))).batch(8),
     "passes by number": lambda: Dataset.counter().map(lambda i: tf.gather(TABLE, i % N)).batch(8),
     "counter beside": lambda: Dataset.zip((Dataset.counter(), ROWS)).map(lambda i, e: e).batch(8),
     "up to a number": lambda: ROWS.shuffle(N).enumerate().take_while(lambda i, e: i < 50).map(lambda i, e: e).batch(8),

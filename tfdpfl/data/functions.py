@@ -13,7 +13,7 @@ from tensorflow.python.framework import op_def_registry
 from tfdpfl._types import Dataset
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
-from tfdpfl.clipping.graph import body_graphs, constant, handed_on, is_branch, is_loop, is_random, within
+from tfdpfl.clipping.graph import body_graphs, constant, handed_on, is_branch, is_call, is_loop, is_random, key, within
 from tfdpfl.clipping.states import Batch, Mixed
 from tfdpfl.clipping.variable_writes import WRITES
 from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_of, passed_through, repeats
@@ -153,13 +153,24 @@ class _Function:
 def _functions(dataset: Dataset) -> list[_Function]:
     found = []
     for function in getattr(dataset, "_functions", list)():
-        graph = function.function.graph
+        graph = _called_alone(function.function.graph)
         captured = {inner.op.name for _, inner in graph.captures}
         given = [t for t in graph.inputs if t.op.name not in captured]
         sources = [of for each in inputs_of(dataset) for of in _numbers(each)]
         sources = sources if len(sources) == len(given) else [None] * len(given)
         found.append(_Function(graph, function.function, given, list(zip(given, sources, strict=True))))
     return found
+
+
+def _called_alone(graph: tf.Graph) -> tf.Graph:
+    """The function that a function calls, if it does nothing else: one that tf.function made."""
+    calls = [op for op in graph.get_operations() if is_call(op)]
+    if len(calls) != 1:
+        return graph
+    ((call, body),) = ((op, body) for op in calls for body in body_graphs(op))
+    same = [key(graph_tools.source(t)) for t in graph.outputs] == [key(t) for t in call.outputs]
+    same &= [key(t) for t in graph.inputs] == [key(t) for t in call.inputs]
+    return _called_alone(body) if same and len(getattr(body, "captures", ())) == len(graph.captures) else graph
 
 
 def _numbers(dataset: Dataset) -> list[Dataset | None]:
@@ -298,7 +309,7 @@ def _computed(
     """Tensors of a function, made anew in the current graph from other values of what it is given."""
     definition, here = graph.as_graph_def(), tf.compat.v1.get_default_graph()
     change(definition)
-    feeds = {inner.name: outer for outer, inner in graph.captures} | given
+    feeds = {inner.name: graph_tools.origin(inner) for _, inner in graph.captures} | given
     feeds = {name: here.capture(value) for name, value in feeds.items()}
     return tf.graph_util.import_graph_def(definition, feeds, [t.name for t in targets])
 
