@@ -128,11 +128,15 @@ class BatchAxis:
 
     def uses_weights(self, op: tf.Operation) -> bool:
         """Whether the op makes something of each example with weights."""
-        return self.takes_weights(op) and has_examples(self[t] for t in op.outputs)
+        return self.takes_weights(op) and has_examples(self[t] for t in self._outputs(op))
 
     def differentiable(self, op: tf.Operation) -> list[tf.Tensor]:
         """The outputs of the op that hold examples and have gradients."""
-        return [t for t in op.outputs if t.dtype.is_floating and isinstance(self[t], Batch)]
+        return [t for t in self._outputs(op) if t.dtype.is_floating and isinstance(self[t], Batch)]
+
+    def _outputs(self, op: tf.Operation) -> list[tf.Tensor]:
+        """The op's own outputs: a gradient through a call gives the call more of them."""
+        return [t for t in op.outputs if op.name not in self.ops or key(t) in self.states]
 
     def declare_state(self, t: tf.Tensor, state: State) -> None:
         """Sets the state of a tensor that was made, or is known, otherwise than by what the graph shows."""
