@@ -101,10 +101,12 @@ def mnist_rows(data_dir: str | None):
 
     data = datasets.load_image_data(data_dir)
     model = scattering.features_of(data)
-    x_train, x_test = (model.predict(x, batch_size=500, verbose=0) for x in (data.x_train, data.x_test))
+    x_train, x_test = scattering.mapped(model, data.x_train), scattering.mapped(model, data.x_test)
 
     def plain() -> float:
-        head = tf.keras.Sequential([tf.keras.Input(x_train.shape[1:]), tf.keras.layers.Dense(10)])
+        head = tf.keras.Sequential(
+            [tf.keras.Input(x_train.shape[1:]), tf.keras.layers.Flatten(), tf.keras.layers.Dense(10)]
+        )
         head.compile(tf.keras.optimizers.Adam(1e-3), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         head.fit(x_train, data.y_train, batch_size=512, epochs=10, verbose=0)
         return float(np.mean(head.predict(x_test, 1000, 0).argmax(1) == data.y_test))

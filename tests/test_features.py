@@ -46,3 +46,30 @@ def test_sizes_that_four_does_not_divide_are_rounded_up():
         ValueError, match="num_angles must be a whole number of at least 1, got 0: give the number of dir"
     ):
         features.Scattering(num_angles=0)
+
+
+@pytest.mark.slow
+def test_deskewed_images_are_centred_and_upright_and_depend_on_no_other(tmp_path):
+    rows, columns = np.mgrid[:20, :24].astype("float32")
+
+    def stroke(slant, row, column):  # a Gaussian line, whose columns move by `slant` a row
+        return np.exp(-(((columns - column - slant * (rows - row)) / 2) ** 2) - ((rows - row) / 4) ** 2)[..., None]
+
+    def moments(image):
+        mass = image[..., 0] / image.sum()
+        row, column = (mass * rows).sum(), (mass * columns).sum()
+        slant = (mass * (rows - row) * (columns - column)).sum() / (mass * (rows - row) ** 2).sum()
+        return row, column, slant
+
+    images = np.stack([stroke(0.5, 9, 13), stroke(-0.7, 11, 10), stroke(0, 9.5, 11.5), np.zeros([20, 24, 1])])
+    model = tf.keras.Sequential([tf.keras.Input((20, 24, 1)), features.Deskew()])
+    upright = model.predict(images, verbose=0)
+    assert not model.weights and upright.shape == images.shape and not upright[3].any()
+    assert abs(moments(images[0])[2] - 0.5) < 0.05 and abs(moments(images[1])[2] + 0.7) < 0.05
+    for i in range(3):
+        assert np.allclose(moments(upright[i]), (9.5, 11.5, 0), atol=0.06)
+        assert np.allclose(model.predict(images[i : i + 1], verbose=0)[0], upright[i], atol=1e-5)
+    assert np.allclose(upright[2], images[2], atol=1e-3)  # what is upright stays
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    np.testing.assert_array_equal(tf.keras.models.load_model(path).predict(images, verbose=0), upright)

@@ -11,6 +11,7 @@ from scipy.stats import chi2, norm
 
 from tfdpfl import DPSGD, preprocessing
 from tfdpfl.accounting import PrivacyLedger, price
+from tfdpfl.accounting.calibration import gaussian_noise_multiplier
 from tfdpfl.accounting.events import thresholded
 from tfdpfl.callbacks import PrivacyBudget
 from tfdpfl.callbacks._uncovered import uncovered_statistics
@@ -72,20 +73,72 @@ def test_normalization_of_images_learns_one_figure_a_channel():
     assert shown.shape == images.shape and np.abs(shown.mean((0, 1, 2))).max() < 0.2
 
 
+def test_whitening_undoes_the_covariance_of_the_last_axis_and_is_saved(tmp_path):
+    mixing = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
+    x = RNG.normal(size=(20_000, 2, 3)) @ mixing + np.array([[1.0, 0, -1], [0, 3, 0]])
+    ledger, layer = PrivacyLedger(), preprocessing.Whitening()
+    assert np.array_equal(np.asarray(layer(x[:5].astype("float32"))), x[:5].astype("float32"))  # before adapt
+    layer.adapt(x, l2_norm_clip=12.0, ledger=ledger, **COST)
+    assert 0.99 < ledger.epsilon(1e-6) <= 1.0 and layer.promises(1e-6)[0].ledger is ledger
+    shown = np.asarray(layer(x.astype("float32")))
+    assert shown.shape == x.shape and np.abs(shown.mean(0)).max() < 0.05
+    flat = shown.reshape(-1, 3)
+    assert np.abs(flat.T @ flat / len(flat) - np.eye(3)).max() < 0.1
+    model = tf.keras.Sequential([tf.keras.Input((2, 3)), layer])
+    model.save(tmp_path / "model.keras")
+    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded(x[:9].astype("float32")), shown[:9], rtol=1e-5, atol=1e-5)
+    assert loaded.layers[-1].ledger == ledger and loaded.layers[-1].power == 1.0
+    (said,) = uncovered_statistics(loaded, PrivacyLedger())
+    assert said.startswith("ε does not include all") and not list(uncovered_statistics(loaded, ledger))
+
+
+def test_whitening_by_half_is_the_root_and_what_the_noise_hides_is_scaled_alike(exact):
+    x = RNG.normal(size=(500, 4)) * [4.0, 1.0, 0.1, 0.001]
+    half, whole, none = (preprocessing.Whitening(power=power) for power in (0.5, 1, 0))
+    for layer in (half, whole, none):
+        layer.adapt(x, l2_norm_clip=100.0, epsilon=1e6, delta=1e-6)
+    square = np.asarray(half.matrix) @ np.asarray(half.matrix)
+    assert np.allclose(square, np.asarray(whole.matrix), rtol=1e-3) and np.allclose(none.matrix, np.eye(4), atol=1e-5)
+    assert np.allclose(np.asarray(none(x)), x - x.mean(0), atol=1e-4)
+    # The noise that ε = 5 has would show variances of up to this in directions that have none.
+    whole.adapt(x, l2_norm_clip=100.0, epsilon=5.0, delta=1e-6)
+    deviation = math.sqrt(2) * gaussian_noise_multiplier(5.0, 1e-6) / 500
+    least = deviation * math.sqrt(8) * 100**2
+    variances = np.maximum(np.cov(x.T, bias=True) + np.eye(4) * deviation**2 * 100**2, 0)
+    assert least > variances[0, 0] and np.allclose(whole.matrix, np.eye(4) / math.sqrt(least), rtol=1e-3, atol=1e-6)
+
+
+def test_whitening_refuses_examples_without_features_and_arguments_out_of_range():
+    with pytest.raises(ValueError, match="power must be a finite number of at least 0, got -1"):
+        preprocessing.Whitening(power=-1)
+    with pytest.raises(ValueError, match=r"l2_norm_clip must be a finite number above 0, got 0: give a usual length"):
+        preprocessing.Whitening().adapt(np.zeros([9, 3]), l2_norm_clip=0, **COST)
+    with pytest.raises(ValueError, match=r"Whitening needs examples of one known size, got the shape \[9\]"):
+        preprocessing.Whitening().adapt(np.zeros(9), l2_norm_clip=1.0, **COST)
+    with pytest.raises(ValueError, match=r"Whitening was made for examples of shape \[3\], got \[4\]"):
+        layer = preprocessing.Whitening()
+        layer.build((None, 3))
+        layer.adapt(np.zeros([9, 4]), l2_norm_clip=1.0, **COST)
+
+
 @pytest.mark.parametrize("features", [1, 3])
 def test_an_example_moves_the_sums_by_no_more_than_the_noise_is_for(exact, features):
-    corners = np.array([[9.0] * features, [-9.0] * features, [np.nan] * features, [1e30] * features])
+    corners = np.array(
+        [[9.0] * features, [-9.0] * features, [np.nan] * features, [np.inf] * features, [1e300] * features]
+    )
     rows = np.concatenate([RNG.normal(size=(40, features)), corners])
     words = [["a", "b", "c", "d"], ["a", "a", "a", "e"]] * 60
     adapts = {
         "Normalization": lambda x: preprocessing.Normalization().adapt(x, bounds=(-2, 2), **COST),
         "Discretization": lambda x: preprocessing.Discretization(num_bins=3).adapt(x, bounds=(-2, 2), **COST),
+        "Whitening": lambda x: preprocessing.Whitening().adapt(x, l2_norm_clip=1e-9, **COST),
         "class_weights": lambda x: preprocessing.class_weights(np.arange(len(x)) % 3, num_classes=3, **COST),
     }
     for name, adapt in adapts.items():
         adapt(rows)
         (whole, sensitivity), moved = exact.pop(), []
-        for i in (0, len(rows) - 4, len(rows) - 2, len(rows) - 1):
+        for i in (0, *range(len(rows) - len(corners), len(rows))):
             adapt(np.delete(rows, i, 0) if name != "class_weights" else rows[:-1])
             moved.append(np.linalg.norm(whole - exact.pop()[0]))
         assert 0.99 * sensitivity < max(moved) <= sensitivity + 1e-9, name
@@ -252,6 +305,7 @@ def test_a_layer_that_was_adapted_to_examples_is_not_in_an_epsilon_of_users():
         (lambda: preprocessing.TextVectorization(), ["Ada has it"]),
         (lambda: preprocessing.Discretization(num_bins=2), [[1.0], [2.0]]),
         (lambda: preprocessing.Normalization(), [[1.0], [2.0]]),
+        (lambda: preprocessing.Whitening(), [[1.0], [2.0]]),
     ],
 )
 def test_layers_learn_by_adapt_alone(layer, data):

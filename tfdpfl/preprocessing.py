@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-__all__ = ["Discretization", "Normalization", "StringLookup", "TextVectorization", "class_weights"]
+__all__ = ["Discretization", "Normalization", "StringLookup", "TextVectorization", "Whitening", "class_weights"]
 
 _ADJACENCIES = ("add_or_remove_one", "zero_out")
 _ROWS_AT_A_TIME = 1024  # a float64 copy of many wide rows would not fit into memory
@@ -276,6 +276,105 @@ def _reshaped(bounds: Arrays, whole: tuple[int, ...]) -> Nest:
     if bounds is None or len(bounds) != 2:
         return bounds
     return [b if np.ndim(b) == 0 else np.asarray(b, np.float64).reshape(whole) for b in bounds]
+
+
+def _short(rows: np.ndarray, clip: float) -> Iterator[np.ndarray]:
+    """Yields some examples at a time, [n, positions, features], of length at most 1, which those of `clip` have."""
+    for first in range(0, len(rows), _ROWS_AT_A_TIME):
+        some = rows[first : first + _ROWS_AT_A_TIME].astype(np.float64)
+        some, others = np.where(np.isfinite(some), some, 0), tuple(range(1, rows.ndim))
+        largest = np.maximum(np.abs(some).max(axis=others, keepdims=True), clip)  # whose square may be no number
+        lengths = np.sqrt(((some / largest) ** 2).sum(axis=others, keepdims=True))
+        yield (some / largest / np.maximum(lengths, clip / largest)).reshape(len(some), -1, rows.shape[-1])
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class Whitening(_Adapted, tf.keras.layers.Layer):
+    """Centres features and decorrelates those of the last axis, by means and covariances that it learns privately.
+
+    Features of one example that stand along other axes, as the positions of a feature map, have a mean each, and one
+    covariance together. Before `adapt` the layer changes nothing.
+
+    Args:
+        power: How much of the covariance is undone: 1 gives variance 1 to all directions of the features, 0 centres
+            alone. Directions whose variance the noise hides are scaled alike.
+        **options: Those of `tf.keras.layers.Layer`.
+
+    Guarantee:
+        Each example is shortened to a length of at most `l2_norm_clip`, which counts as 1. The sum of the examples, and
+        the sum of the products of their features, get Gaussian noise. One example that is added, removed or blanked
+        moves either by a length of at most 1, and both by √2.
+
+    Example:
+        >>> layer = tfdpfl.preprocessing.Whitening()
+        >>> layer.adapt(x, l2_norm_clip=3.0, epsilon=0.5, delta=1e-6)
+    """
+
+    def __init__(self, power: float = 1.0, **options):
+        super().__init__(**{"trainable": False, **options})
+        self.power = _checks.real("power", power, "1 whitens, 0 centres alone", at_least=0)
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Makes the weights, which `adapt` sets."""
+        width = input_shape[-1]
+        if len(input_shape) < 2 or None in input_shape[1:]:
+            raise ValueError(f"Whitening needs examples of one known size, got the shape {list(input_shape)}.")
+        self.mean = self.add_weight(name="mean", shape=input_shape[1:], initializer="zeros", trainable=False)
+        self.matrix = self.add_weight(name="matrix", shape=(width, width), initializer="identity", trainable=False)
+        self.built = True
+
+    def call(self, inputs: Arrays) -> Nest:
+        """Returns the features, whitened."""
+        return tf.tensordot(tf.cast(inputs, self.compute_dtype) - self.mean, self.matrix, 1)
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Returns the shape of the inputs."""
+        return input_shape
+
+    def get_config(self) -> Json:
+        """Returns what Keras saves, and the ledger."""
+        return {**super().get_config(), "power": self.power}
+
+    @shows_arguments(_Cost, _Release)
+    def adapt(
+        self, data: ArrayLike | tf.data.Dataset, *, l2_norm_clip: float, **cost: Unpack[_Cost]
+    ) -> None:  # fmt: skip
+        """Learns means and covariances with noise.
+
+        Args:
+            data: As all that follow, see `Normalization.adapt`.
+            l2_norm_clip: The greatest length of an example, as a vector of all its features. Choose it without the
+                data: √features, if each has a variance of about 1. Longer examples are shortened.
+        """
+        rows = _rows(data)
+        clip = _checks.real("l2_norm_clip", l2_norm_clip, "give a usual length of an example", above=0)
+        if not self.built:
+            self.build(rows.shape)
+        if self.mean.shape != rows.shape[1:]:
+            made, got = list(self.mean.shape), list(rows.shape[1:])
+            raise ValueError(f"Whitening was made for examples of shape {made}, got {got}. Make a new layer.")
+        positions, width = math.prod(rows.shape[1:-1]), rows.shape[-1]
+        mean, products = np.zeros((positions, width)), np.zeros((width, width))
+        for some in _short(rows, clip):
+            mean += some.sum(axis=0)
+            flat = some.reshape(-1, width)
+            products += flat.T @ flat
+        # Products that stand twice are released once, by √2 longer: the length is that of the matrix.
+        upper, root = np.triu_indices(width), np.where(np.eye(width, dtype=bool), 1.0, math.sqrt(2))
+        release, sensitivity = self._release(cost), math.sqrt(2)
+        noisy = release.of(np.concatenate([mean.ravel(), (products * root)[upper]]), sensitivity) / len(rows)
+        mean = noisy[: mean.size].reshape(mean.shape)
+        products = np.zeros_like(products)
+        products[upper] = noisy[mean.size :] / root[upper]
+        products += np.triu(products, 1).T
+        deviation = release.noise_multiplier * sensitivity / len(rows)
+        covariance = products - mean.T @ mean + positions * deviation**2 * np.eye(width)  # the noise's own square
+        # A variance below the largest that noise alone would show is not known, and would blow features up.
+        variances, directions = np.linalg.eigh(covariance * clip**2 / positions)
+        least = deviation * math.sqrt(2 * width) * clip**2 / positions
+        scale = np.maximum(variances, max(least, 1e-12)) ** (-self.power / 2)
+        self.mean.assign((mean * clip).reshape(rows.shape[1:]))
+        self.matrix.assign((directions * scale) @ directions.T)
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdpfl")

@@ -438,6 +438,14 @@ def _normalised(x: np.ndarray) -> list[np.ndarray]:
     return [np.array(layer.mean), np.array(layer.variance)]
 
 
+def _whitened(x: np.ndarray) -> list[np.ndarray]:
+    from tfdpfl.preprocessing import Whitening
+
+    layer = Whitening()
+    layer.adapt(x, l2_norm_clip=1.0, **COST)
+    return [np.array(layer.mean), np.array(layer.matrix)]
+
+
 def _binned(x: np.ndarray) -> None:
     """What is learned is divided by the number of examples, which is public and differs here."""
     from tfdpfl.preprocessing import Discretization
@@ -479,6 +487,7 @@ def _preprocessing() -> Iterator[Case]:
     zeros, blanks = np.zeros_like(CORNER), dict(adjacency="zero_out")
     cases: dict[str, Callable[[], ReplayReport]] = {
         "Normalization": lambda: replay(_normalised, CORNER, zeros, **blanks),
+        "Whitening": lambda: replay(_whitened, CORNER, zeros, **blanks),
         "Discretization": lambda: replay(_binned, CORNER, np.delete(CORNER, FAR, 0), adjacency="add_or_remove_one"),
         "StringLookup": lambda: replay(functools.partial(_words, "StringLookup"), TOKENS, BLANKED, **blanks),
         "TextVectorization": lambda: replay(

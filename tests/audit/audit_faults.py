@@ -254,6 +254,10 @@ def _not_clipped(clipped: Any) -> Any:
     return lambda rows, low, high: iter([rows])
 
 
+def _as_long_as_they_are(short: Any) -> Any:
+    return lambda rows, clip: iter([rows[:, None] / clip])
+
+
 def _every_word(vocabulary: Any) -> Any:
     return lambda examples, *_: sorted({word for words in examples for word in words} - {"[UNK]"})
 
@@ -560,6 +564,9 @@ FAULTS = [
     Fault("features not clipped to their bounds", REPLAY, "sensitivity: tfdpfl/_sums.py",
           lambda there: told(replay(cases._normalised, 9 * cases.CORNER, 0 * cases.CORNER, adjacency="zero_out")),
           patched(_preprocessing, "_clipped", _not_clipped)),
+    Fault("examples not clipped before they are whitened", REPLAY, "sensitivity: tfdpfl/_sums.py",
+          lambda there: told(replay(cases._whitened, 9 * cases.CORNER, 0 * cases.CORNER, adjacency="zero_out")),
+          patched(_preprocessing, "_short", _as_long_as_they_are)),
     Fault("words of one example alone are learned", BOUND, "is claimed", above(cases.rare_word),
           patched(_preprocessing, "_vocabulary", _every_word)),
     Fault("gradients scaled after the clip", REFUSAL, "did not come through the clip", refused(_scaled_gradients)),

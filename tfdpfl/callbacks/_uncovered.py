@@ -89,7 +89,7 @@ def _names(layers: list[Layer]) -> str:
 
 
 def _kind(layer: Layer) -> str:
-    return next(kind.__name__ for kind in _KINDS if isinstance(layer, kind))
+    return next((kind.__name__ for kind in _KINDS if isinstance(layer, kind)), type(layer).__name__)
 
 
 def _learned(layer: Layer) -> bool:
