@@ -170,8 +170,6 @@ def _bounds(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> li
 
 
 def _are_gaussian(leaves: Leaves) -> bool:
-    from dp_accounting import dp_event
-
     return all(isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves)
 
 
