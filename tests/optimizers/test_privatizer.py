@@ -148,3 +148,17 @@ def test_fault_9_shuffled_fit_is_not_priced_as_poisson_sampling():
     assert budget.report().sampling == "shuffle"
     assert history.history["epsilon"][-1] == pytest.approx(shuffled)
     assert shuffled > 1.2 * poisson
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+@pytest.mark.parametrize("how", [{}, {"gradient_accumulation_steps": 1, "weight_decay": 0.1}])
+def test_an_execution_that_finds_the_data_at_their_end_updates_nothing(how):
+    """Keras learns the number of batches of such data by coming to their end. Its schedules go by the updates."""
+    x, y = c.examples(24)
+    model, left = c.compiled(tfdpfl.DPSGD(1.0, 1.0, learning_rate=0.1, **how)), []
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(5).filter(lambda x, y: True)
+    keep = lambda batch, logs=None: left.append(model.get_weights())
+    model.fit(data, verbose=0, callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=keep)])
+    assert int(model.optimizer.iterations) == model.optimizer.num_dp_steps == len(left) == 5
+    np.testing.assert_array_equal(c.flat(model.get_weights()), c.flat(left[-1]))

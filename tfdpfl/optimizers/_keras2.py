@@ -18,7 +18,7 @@ from tfdpfl.clipping.graph import function_graph
 from tfdpfl.clipping.step_checks import handles_of
 from tfdpfl.optimizers import _past
 from tfdpfl.optimizers._fused_adam import forget_powers
-from tfdpfl.optimizers._privatizer import GradientPrivatizer
+from tfdpfl.optimizers._privatizer import GradientPrivatizer, after_a_step
 
 __all__ = ["Keras2Adapter", "keep_measurements_out_of_files"]
 
@@ -117,7 +117,8 @@ class Keras2Adapter:
             private = self._of_a_tape(grads, variables, self._dp_ledger)
             grads_and_vars = self._released(private, variables)
         if self._dp.parts == 1:
-            return super().apply_gradients(grads_and_vars, *args, **kwargs)
+            with tf.control_dependencies(after_a_step(g for g, _ in grads_and_vars)):
+                return super().apply_gradients(grads_and_vars, *args, **kwargs)
         with tf.init_scope():  # in a branch of the graph no variables are made
             self._compute_current_learning_rate()
             self.build([v for _, v in grads_and_vars])

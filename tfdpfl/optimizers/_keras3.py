@@ -15,6 +15,7 @@ from tfdpfl.clipping import tapes
 from tfdpfl.errors import PrivacyError
 from tfdpfl.optimizers import _step_table
 from tfdpfl.optimizers._fused_adam import forget_powers
+from tfdpfl.optimizers._privatizer import after_a_step
 
 __all__ = ["Keras3Adapter"]
 
@@ -99,7 +100,8 @@ class Keras3Adapter:
             private = [g if g is None else tf.convert_to_tensor(g) * self.loss_scale_factor for g in private]
         if not self.built:
             self.build(variables)
-        self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))
+        with tf.control_dependencies(after_a_step(private)):
+            self._dp.where_whole(lambda: super(Keras3Adapter, self).apply(private, variables))
 
     def _all_reduce_sum_gradients(self, grads_and_vars):
         return list(grads_and_vars)  # they are summed over the replicas, and all have the same noise

@@ -28,7 +28,7 @@ from tfdpfl.optimizers._fresh_noise import FreshNoise, NoiselessMean
 from tfdpfl.optimizers._schedules import PiecewiseConstant
 from tfdpfl.optimizers._settings import Settings
 
-__all__ = ["NO_LOSS", "GradientPrivatizer"]
+__all__ = ["NO_LOSS", "GradientPrivatizer", "after_a_step"]
 
 # The graphs of each privatizer's steps, and at what version they were found in order, by ids of the variables kept.
 _Checked = dict[tuple[int, ...], tuple[int, ...]]
@@ -355,6 +355,15 @@ class GradientPrivatizer:
             if checked.get(variables) != versions(graph):
                 check_finished(graph, kept)
                 checked[variables] = versions(graph)
+
+
+def after_a_step(gradients: Iterable[tf.Tensor | tf.IndexedSlices | None]) -> list[tf.Tensor]:
+    """Returns what an update has to wait for: one of the gradients. Else TensorFlow may count an update, and decay the
+    weights, in an execution that finds the data at their end, and noise that changes would change a step too early."""
+    for g in gradients:
+        if g is not None:
+            return [g.values if isinstance(g, tf.IndexedSlices) else g]
+    return []
 
 
 def _released(g: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
