@@ -113,3 +113,16 @@ def test_tensors_come_back_as_tensors():
 
     with pytest.raises(ValueError, match=r"symbolic tensor.*LabelPrivacy"):
         graph(y)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (lambda: tf.data.Dataset.from_tensor_slices([0, 1, 2]), "TensorSliceDataset"),
+        (lambda: tf.ragged.constant([[0], [1, 2]]), "RaggedTensor"),
+        (lambda: tf.sparse.from_dense([0, 1]), "SparseTensor"),
+    ],
+)
+def test_labels_that_are_no_array_are_named(labels, kind):
+    with pytest.raises(ValueError, match=f"y is a {kind}, of which this method reads no labels: give them in one"):
+        ALIBI(1.0, 3).fit([0, 1, 2]).transform(labels())

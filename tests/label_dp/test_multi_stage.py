@@ -148,3 +148,10 @@ def test_stages_need_examples():
         training.fit(np.zeros((3, 4)), [0, 1, 2])
     with pytest.raises(ValueError, match="one length, got 3 and 2"):
         training.fit(np.zeros((3, 4)), [0, 1])
+
+
+def test_weights_of_examples_are_refused_before_anything_is_released():
+    training = MultiStageTraining(Lookup, 1.0, num_classes=3)
+    with pytest.raises(ValueError, match=r"sample_weight has a weight for each example.* Give class_weight="):
+        training.fit(np.zeros((6, 2)), np.arange(6) % 3, sample_weight=np.ones(6))
+    assert training.releases_ == 0

@@ -34,6 +34,11 @@ def read(y: Arrays, name: str = "y") -> tuple[np.ndarray, Rebuild]:
 
 def _array(y: Arrays, name: str) -> tuple[np.ndarray, Rebuild]:
     tf = sys.modules.get("tensorflow")
+    if tf is not None and isinstance(y, tf.data.Dataset | tf.RaggedTensor | tf.SparseTensor):
+        raise ValueError(
+            f"{name} is a {type(y).__name__.strip('_')}, of which this method reads no labels: give them in one array, "
+            "one label an example"
+        )
     if tf is not None and (tf.is_tensor(y) or isinstance(y, tf.Variable)):
         if not hasattr(y, "numpy"):
             raise ValueError(

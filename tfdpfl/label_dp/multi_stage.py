@@ -107,6 +107,11 @@ class MultiStageTraining(LabelMechanism):
                 `validation_data` (one-hot labels, or positions of classes, as the loss wants them), `callbacks`, ….
         """
         self._check()
+        if "sample_weight" in fit_arguments:
+            raise ValueError(
+                "sample_weight has a weight for each example, but a stage trains on some of them, and weights that "
+                "follow the true labels reveal them. Give class_weight={class: weight}, chosen without the labels."
+            )
         X = np.asarray(X)
         values, _ = _labels.read(y)
         _labels.check_lengths(X, values)
