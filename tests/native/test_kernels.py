@@ -37,23 +37,14 @@ def guarded(values):
 def run(x, dy, kernel, strides, rates, pads, *, c=None, form=False, norms=True, threads=1, instructions=0,
         depthwise=False):  # fmt: skip
     """What the library makes: (each, norms, total), None for what is not asked for."""
-    weights = (*kernel, dy.shape[3]) if depthwise else (*kernel, x.shape[3], dy.shape[3])
+    weights = (*kernel, dy.shape[-1]) if depthwise else (*kernel, x.shape[-1], dy.shape[-1])
     shapes = [(len(x), *weights), (len(x),), weights]
     wanted = [form, norms, c is not None]
     inputs = [guarded(x), guarded(dy), (c, None) if c is None else guarded(c)]
     outputs = [guarded(np.zeros(s, np.float32)) if w else (None, None) for s, w in zip(shapes, wanted, strict=True)]
-    sizes = [
-        len(x),
-        *x.shape[1:3],
-        x.shape[3],
-        *dy.shape[1:3],
-        dy.shape[3],
-        *kernel,
-        *strides,
-        *rates,
-        *pads,
-        depthwise,
-    ]
+    flat = [1] * (5 - x.ndim)  # the depth of flat images
+    settings = [n for of in (kernel, strides, rates) for n in (*flat, *of)] + [0] * len(flat) + [*pads, depthwise]
+    sizes = [len(x), *flat, *x.shape[1:], *flat, *dy.shape[1:], *settings]
     sizes = (ctypes.c_int64 * len(sizes))(*sizes)
     pointers = [None if a is None else a.ctypes.data for a, _ in inputs + outputs]
     assert LIBRARY.tfdpfl_filters(sizes, *pointers, threads, instructions) == 0
@@ -65,15 +56,16 @@ def run(x, dy, kernel, strides, rates, pads, *, c=None, form=False, norms=True, 
 
 def one_by_one(x, dy, kernel, strides, rates, pads):
     """Each example's gradient, in float64: [batch, *kernel, channels, filters]."""
-    out = dy.shape[1:3]
+    out = dy.shape[1:-1]
     reach = [(o - 1) * s + (k - 1) * r + 1 for o, s, k, r in zip(out, strides, kernel, rates, strict=True)]
-    behind = [max(m - n - p, 0) for m, n, p in zip(reach, x.shape[1:3], pads, strict=True)]
+    behind = [max(m - n - p, 0) for m, n, p in zip(reach, x.shape[1:-1], pads, strict=True)]
     x = np.pad(x.astype(np.float64), [(0, 0), *zip(pads, behind, strict=True), (0, 0)])
-    result = np.zeros((len(x), *kernel, x.shape[3], dy.shape[3]))
-    for i, j in itertools.product(*map(range, kernel)):
-        rows, columns = (slice(k * r, k * r + (o - 1) * s + 1, s) if o else slice(0)
-                         for k, r, o, s in zip((i, j), rates, out, strides, strict=True))  # fmt: skip
-        result[:, i, j] = np.einsum("bijc,bijp->bcp", x[:, rows, columns], dy)
+    result = np.zeros((len(x), *kernel, x.shape[-1], dy.shape[-1]))
+    for place in itertools.product(*map(range, kernel)):
+        met = tuple(slice(k * r, k * r + (o - 1) * s + 1, s) if o else slice(0)
+                    for k, r, o, s in zip(place, rates, out, strides, strict=True))  # fmt: skip
+        pixels, of_places = (t.reshape(len(x), np.prod(out), t.shape[-1]) for t in (x[(slice(None), *met)], dy))
+        result[(slice(None), *place)] = np.einsum("btc,btp->bcp", pixels, of_places)
     return result
 
 
@@ -87,13 +79,19 @@ pairs = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, hig
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(batch=st.integers(0, 5), out=pairs(0, 6), kernel=pairs(1, 5), strides=pairs(1, 3), rates=pairs(1, 3),
-       pads=pairs(0, 3), cut=pairs(-4, 3), channels=st.sampled_from([1, 2, 3, 5, 8, 17, 24]),
+       pads=pairs(0, 3), cut=pairs(-4, 3), depth=st.none() | st.tuples(*(
+           st.integers(low, high) for low, high in ((0, 3), (1, 3), (1, 2), (1, 2), (0, 2), (-2, 2)))),
+       channels=st.sampled_from([1, 2, 3, 5, 8, 17, 24]),
        filters=st.sampled_from([1, 2, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 65]), threads=st.integers(1, 4),
        seed=st.integers(0, 99))  # fmt: skip
 def test_any_convolution_agrees_with_sums_in_float64(
-    batch, out, kernel, strides, rates, pads, cut, channels, filters, threads, seed
+    batch, out, kernel, strides, rates, pads, cut, depth, channels, filters, threads, seed
 ):
-    """``cut``: how many pixels of the last window are beyond the image's end, or how many behind it nobody meets."""
+    """``cut``: how many pixels of the last window are beyond the image's end, or how many behind it nobody meets.
+    ``depth``: the same numbers of the first of three axes."""
+    if depth is not None:
+        of = zip(depth, (out, kernel, strides, rates, pads, cut), strict=True)
+        out, kernel, strides, rates, pads, cut = ((first, *others) for first, others in of)
     rng = np.random.default_rng(seed)
     size = [max((o - 1) * s + (k - 1) * r + 1 - p - e, 1)
             for o, s, k, r, p, e in zip(out, strides, kernel, rates, pads, cut, strict=True)]  # fmt: skip
@@ -108,7 +106,7 @@ def test_any_convolution_agrees_with_sums_in_float64(
         _, again, total = run(x, dy, *geometry, c=c, **how)
         alone = run(x, dy, *geometry, **how)[1]
         close(each, true)
-        close(norms, (true**2).sum((1, 2, 3, 4)))
+        close(norms, (true**2).sum(tuple(range(1, true.ndim))))
         close(total, np.tensordot(c, true, 1))
         np.testing.assert_array_equal(alone, norms)
         np.testing.assert_array_equal(again[c != 0], norms[c != 0])
@@ -116,8 +114,24 @@ def test_any_convolution_agrees_with_sums_in_float64(
             own = true[..., range(channels), range(channels)]
             each, norms, _ = run(x, dy, *geometry, form=True, depthwise=True, **how)
             close(each, own)
-            close(norms, (own**2).sum((1, 2, 3)))
+            close(norms, (own**2).sum(tuple(range(1, own.ndim))))
             close(run(x, dy, *geometry, c=c, depthwise=True, **how)[2], np.tensordot(c, own, 1))
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_images_with_a_depth_agree_with_sums_in_float64(instructions):
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=s).astype(np.float32) for s in ((4, 7, 9, 6, 5), (4, 3, 9, 3, 18)))
+    geometry = (3, 2, 3), (2, 1, 2), (1, 2, 1), (0, 1, 1)
+    true = one_by_one(x, dy, *geometry)
+    c = np.array([1, 0, 0.5, 2], np.float32)
+    each, norms, _ = run(x, dy, *geometry, form=True, instructions=instructions)
+    close(each, true)
+    close(norms, (true**2).sum((1, 2, 3, 4, 5)))
+    close(run(x, dy, *geometry, c=c, threads=2, instructions=instructions)[2], np.tensordot(c, true, 1))
+    x, dy = (rng.normal(size=(2, 40, 60, 30, filters)).astype(np.float32) for filters in (3, 17))  # several passes
+    geometry = (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0)
+    close(run(x, dy, *geometry, form=True, instructions=instructions)[0], one_by_one(x, dy, *geometry))
 
 
 @pytest.mark.parametrize("geometry", [((5, 3), (2, 1), (1, 1), (2, 1)), ((3, 1), (2, 1), (1, 2), (0, 0))],
@@ -179,16 +193,18 @@ def test_the_sum_is_the_same_in_every_run_of_as_many_threads():
     assert all((m == made[0]).all() for m in made)
 
 
-SIZES = [2, 9, 9, 3, 7, 7, 4, 3, 3, 1, 1, 1, 1, 0, 0, 0]
+# Batch, images, channels, places, filters; of each axis windows, strides, rates, zeros; depthwise.
+SIZES = [2, 1, 9, 9, 3, 1, 7, 7, 4, 1, 3, 3, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("at, size", [
-    (0, -1), (1, -1), (3, -1), (4, -1), (6, -1), (7, 0), (8, -3), (9, 0), (10, -1), (11, 0), (12, -1), (13, -1),
-    (0, 1 << 40), (1, 1 << 62), (4, 1 << 40), (6, 1 << 38), (7, 1 << 36), (9, 1 << 50), (11, 1 << 50), (13, 1 << 30),
-    (15, 2), (15, -1), (15, 1),
+    (0, -1), (1, -1), (2, -1), (4, -1), (5, -1), (6, -1), (8, -1), (9, 0), (10, 0), (11, -3), (12, 0), (13, 0),
+    (14, -1), (15, 0), (16, 0), (17, -1), (18, -1), (20, -1), (21, 2), (21, -1), (21, 1),
+    (0, 1 << 40), (1, 1 << 40), (2, 1 << 62), (5, 1 << 40), (6, 1 << 40), (8, 1 << 38), (10, 1 << 36), (12, 1 << 50),
+    (13, 1 << 50), (16, 1 << 50), (18, 1 << 30), (20, 1 << 30),
 ])  # fmt: skip
 def test_sizes_that_no_memory_has_are_refused(at, size):
-    sizes = (ctypes.c_int64 * 16)(*[size if i == at else n for i, n in enumerate(SIZES)])
+    sizes = (ctypes.c_int64 * 22)(*[size if i == at else n for i, n in enumerate(SIZES)])
     assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, 1, 0) == 1
 
 
@@ -228,7 +244,7 @@ def test_norms_of_rows_that_no_memory_has_are_refused(sizes, how):
 
 @pytest.mark.parametrize("threads, instructions", [(0, 0), (1, -1), (1, SETS[-1] + 1)])
 def test_instructions_that_the_processor_lacks_are_refused(threads, instructions):
-    sizes = (ctypes.c_int64 * 16)(*SIZES)
+    sizes = (ctypes.c_int64 * 22)(*SIZES)
     assert LIBRARY.tfdpfl_filters(sizes, None, None, None, None, None, None, threads, instructions) == 1
 
 

@@ -384,7 +384,7 @@ class EmbeddingGradient:
         length = self.g.shape[1]
         if length == 1:
             return squares(self.g)
-        if not find_obstacle(self.g, rank=3):
+        if not find_obstacle(self.g, ranks=(3,)):
             norms, shared = squared_row_norms(tf.cast(self.ids, tf.int64), self.g, self.vocabulary)
             self.error_bound = rounding(length, self.g.shape[2], dtype=tf.float32) * shared
             return norms

@@ -16,13 +16,13 @@ FILTERS = ("TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum")
 ROWS = "TfdpflRowNorms"
 
 
-def find_obstacle(*tensors: tf.Tensor, rank: int = 4) -> str:
+def find_obstacle(*tensors: tf.Tensor, ranks: tuple[int, ...] = (4, 5)) -> str:
     """Returns why the kernels cannot be used for these tensors where they are traced, or an empty string."""
     loaded = native.kernels()
     if loaded.library is None:
         return loaded.missing
-    if any(t.dtype != tf.float32 or t.shape.rank != rank for t in tensors):
-        return f"they are for {'images' if rank == 4 else 'sequences'} in float32"
+    if any(t.dtype != tf.float32 or t.shape.rank not in ranks for t in tensors):
+        return f"they are for {'sequences' if 3 in ranks else 'images'} in float32"
     if compiled():
         return "XLA compiles the step"
     # A v1 graph may be sent to another process, which does not have the ops (as TFF does).

@@ -19,11 +19,10 @@ class Filters:
     """A convolution's filter gradients, one for each example, [batch, entries, filters].
 
     Args:
-      images: [batch, height, width, channels], float32.
+      images: [batch, height, width, channels] or [batch, depth, height, width, channels], float32.
       gradients: [batch, *places, filters], of the summed losses with respect to the convolution's output.
-      entries: height times width of the window, times its channels unless the convolution is depthwise.
-      settings: of height and width each: window, strides, rates, zeros before the first pixel (-1 for padding "SAME");
-        then 1 if each channel has one filter of its own (depthwise), else 0.
+      entries: places of the window, times its channels unless the convolution is depthwise.
+      settings: what `Window.settings` returns; then 1 if each channel has one filter of its own (depthwise), else 0.
     """
 
     images: tf.Tensor

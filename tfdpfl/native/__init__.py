@@ -24,7 +24,7 @@ SWITCH = "TFDPFL_NATIVE"
 INSTRUCTIONS = ("plain", "avx2", "avx512")  # by the number that the kernels know them by
 DRAW = "TfdpflNormals"
 LIBRARY = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 5  # that of tensorflow.c
+_INTERFACE = 6  # that of tensorflow.c
 
 
 @dataclasses.dataclass(frozen=True)

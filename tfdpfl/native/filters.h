@@ -4,25 +4,28 @@
 
 #include <stdint.h>
 
-/* A batch of images [batch, height, width, channels] under a kernel [kernel_height, kernel_width, channels, filters].
- * Each pair is of height and width; pad is the number of zeros before the first pixel. In a depthwise convolution (1, not
- * 0) each channel has one filter of its own: the kernel is [kernel_height, kernel_width, channels], and filters equal
- * channels. */
+/* A batch of images [batch, depth, height, width, channels] under a kernel [depth, height, width, channels, filters]. Each
+ * three are of depth (1 in a flat image), height and width; pad is the number of zeros before the first pixel. In a
+ * depthwise convolution (1, not 0) each channel has one filter of its own: the kernel is [depth, height, width, channels],
+ * and filters equal channels. */
+enum { AXES = 3 };
 typedef struct {
-    int64_t batch, size[2], channels, out[2], filters, kernel[2], stride[2], rate[2], pad[2], depthwise;
+    int64_t batch, size[AXES], channels, out[AXES], filters, kernel[AXES], stride[AXES], rate[AXES], pad[AXES], depthwise;
 } Geometry;
 
+static inline int64_t volume(const int64_t *lengths) { return lengths[0] * lengths[1] * lengths[2]; }
+
 /* How many numbers of a window meet one filter. */
-static inline int64_t entries_of(const Geometry *g) { return g->kernel[0] * g->kernel[1] * (g->depthwise ? 1 : g->channels); }
+static inline int64_t entries_of(const Geometry *g) { return volume(g->kernel) * (g->depthwise ? 1 : g->channels); }
 
 /* The same, as one thread works on it. */
 typedef struct {
     const Geometry *g;
     const int64_t *offsets; /* of the entries of a window, in the padded image: [entries] */
     int64_t entries;        /* of a window, as entries_of has it */
-    int64_t down, across;   /* from a window to the next, in the padded image */
+    int64_t in, down, across; /* from a window to the next of each axis, in the padded image */
     int64_t row;            /* from a place's output gradients to the next place's */
-    int64_t first, last;    /* rows of places that are summed now */
+    int64_t first, last;    /* rows of places, of all depths, that are summed now */
     int first_part, last_part;
 } Pass;
 

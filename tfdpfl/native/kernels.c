@@ -1,4 +1,4 @@
-/* Per-example filter gradients of convolutions (NHWC, float32), their squared norms, and their weighted sums; squared norms
+/* Per-example filter gradients of convolutions (NHWC and NDHWC, float32), their squared norms, and their weighted sums; squared norms
  * of embeddings' gradients; normals of random words.
  *
  * No framework is needed to build this, and none to call it: see tfdpfl_filters. tensorflow.c makes TensorFlow ops of it.
@@ -94,7 +94,7 @@ typedef struct {
     const float *images, *gradients, *factors;
     float *each, *norms, *totals; /* totals: one a worker */
     Example example;
-    int64_t *offsets, entries, padded[2], pixel, rows_at_once, row; /* pixel: numbers from one pixel to the next */
+    int64_t *offsets, entries, padded[AXES], pixel, rows_at_once, row; /* pixel: numbers from one pixel to the next */
     int pads, widens, workers, failed;
     int64_t next, chunk;
 } Job;
@@ -108,23 +108,24 @@ typedef struct {
 /* The image with zeros around it, of which all windows' entries are inside. */
 static void pad_image(const Job *job, const float *image, float *to) {
     const Geometry *g = job->g;
-    const int64_t rows = smaller(g->size[0], job->padded[0] - g->pad[0]);
-    const int64_t columns = smaller(g->size[1], job->padded[1] - g->pad[1]);
-    for (int64_t i = 0; i < rows; i++) {
-        float *row = to + ((i + g->pad[0]) * job->padded[1] + g->pad[1]) * job->pixel;
-        const float *from = image + i * g->size[1] * g->channels;
-        const int64_t pieces = job->pixel == g->channels ? 1 : columns, length = columns * g->channels / larger(1, pieces);
-        for (int64_t j = 0; j < pieces; j++)
-            memcpy(row + j * job->pixel, from + j * g->channels, sizeof(float) * (size_t)length);
-    }
+    int64_t kept[AXES];
+    for (int k = 0; k < AXES; k++) kept[k] = smaller(g->size[k], job->padded[k] - g->pad[k]);
+    const int64_t pieces = job->pixel == g->channels ? 1 : kept[2], length = kept[2] * g->channels / larger(1, pieces);
+    for (int64_t d = 0; d < kept[0]; d++)
+        for (int64_t i = 0; i < kept[1]; i++) {
+            const float *from = image + (d * g->size[1] + i) * g->size[2] * g->channels;
+            const int64_t at = ((d + g->pad[0]) * job->padded[1] + i + g->pad[1]) * job->padded[2] + g->pad[2];
+            for (int64_t j = 0; j < pieces; j++)
+                memcpy(to + (at + j) * job->pixel, from + j * g->channels, sizeof(float) * (size_t)length);
+        }
 }
 
 static void one_example(const Job *job, int64_t b, float *padded, float *widened, float *scratch, float *total) {
     const Geometry *g = job->g;
-    const int64_t places = g->out[0] * g->out[1], numbers = job->entries * g->filters;
+    const int64_t places = volume(g->out), numbers = job->entries * g->filters;
     const float factor = job->factors ? job->factors[b] : 1;
     if (total && factor == 0) return; /* zero times what is not finite is zero, too */
-    const float *image = job->images + b * g->size[0] * g->size[1] * g->channels;
+    const float *image = job->images + b * volume(g->size) * g->channels;
     const float *gradient = job->gradients + b * places * g->filters;
     if (job->pads) {
         pad_image(job, image, padded);
@@ -138,13 +139,15 @@ static void one_example(const Job *job, int64_t b, float *padded, float *widened
     double square = 0;
     const Result to = {job->each ? job->each + b * numbers : scratch, total, factor, job->norms ? &square : NULL};
     Pass pass = {.g = g, .offsets = job->offsets, .entries = job->entries, .row = job->row};
-    pass.down = g->stride[0] * job->padded[1] * job->pixel;
-    pass.across = g->stride[1] * job->pixel;
-    for (int64_t i = 0; i < g->out[0] || i == 0; i += job->rows_at_once) {
+    pass.in = g->stride[0] * job->padded[1] * job->padded[2] * job->pixel;
+    pass.down = g->stride[1] * job->padded[2] * job->pixel;
+    pass.across = g->stride[2] * job->pixel;
+    const int64_t rows = g->out[0] * g->out[1];
+    for (int64_t i = 0; i < rows || i == 0; i += job->rows_at_once) {
         pass.first = i;
-        pass.last = smaller(i + job->rows_at_once, g->out[0]);
+        pass.last = smaller(i + job->rows_at_once, rows);
         pass.first_part = i == 0;
-        pass.last_part = i + job->rows_at_once >= g->out[0];
+        pass.last_part = i + job->rows_at_once >= rows;
         job->example(&pass, image, gradient, to);
     }
     if (job->norms) job->norms[b] = (float)square;
@@ -158,10 +161,10 @@ static void filter_work(void *of, int number) {
     float *padded = NULL, *widened = NULL, *scratch = NULL;
     int ready = 1;
     if (job->pads)
-        ready = ready && (padded = calloc((size_t)(job->padded[0] * job->padded[1] * job->pixel), sizeof(float)));
+        ready = ready && (padded = calloc((size_t)(volume(job->padded) * job->pixel), sizeof(float)));
     if (job->widens)
-        ready = ready && (widened = calloc((size_t)(g->out[0] * g->out[1] * job->row), sizeof(float)));
-    if (!job->each && job->rows_at_once < g->out[0])
+        ready = ready && (widened = calloc((size_t)(volume(g->out) * job->row), sizeof(float)));
+    if (!job->each && job->rows_at_once < g->out[0] * g->out[1])
         ready = ready && (scratch = malloc(sizeof(float) * (size_t)numbers));
     if (!ready) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
     while (ready) {
@@ -211,29 +214,36 @@ static int fits(const int64_t *numbers, int count) {
 
 /* Whether all that is allocated for these sizes, and all places in it, can be addressed. */
 int tfdpfl_is_valid(const Geometry *g) {
-    for (int k = 0; k < 2; k++)
-        if (g->stride[k] < 1 || g->rate[k] < 1 || g->pad[k] < 0 || g->kernel[k] < 1 || g->size[k] < 0 || g->out[k] < 0)
+    for (int k = 0; k < AXES; k++)
+        if (g->stride[k] < 1 || g->rate[k] < 1 || g->pad[k] < 0 || g->kernel[k] < 1 || g->size[k] < 0 || g->out[k] < 0 ||
+            g->pad[k] >= (int64_t)1 << 20)
             return 0;
     if (g->depthwise != 0 && (g->depthwise != 1 || g->filters != g->channels)) return 0;
     const int64_t each = g->depthwise ? 1 : g->channels; /* channels that meet a filter */
-    const int64_t image[] = {g->batch, g->size[0], g->size[1], g->channels};
-    const int64_t places[] = {g->batch, g->out[0], g->out[1], g->filters, 32};
-    const int64_t weights[] = {g->kernel[0], g->kernel[1], each, g->filters, MOST_THREADS};
-    const int64_t stored[] = {g->batch, g->kernel[0], g->kernel[1], each, g->filters};
-    const int64_t reach[] = {larger(g->out[0], 1), g->stride[0], larger(g->out[1], 1), g->stride[1], g->channels};
-    const int64_t window[] = {g->kernel[0], g->rate[0], g->kernel[1], g->rate[1], g->channels};
-    return fits(image, 4) && fits(places, 5) && fits(weights, 5) && fits(stored, 5) && fits(reach, 5) &&
-           fits(window, 5) && g->pad[0] < ((int64_t)1 << 20) && g->pad[1] < ((int64_t)1 << 20);
+    const int64_t image[] = {g->batch, g->size[0], g->size[1], g->size[2], g->channels};
+    const int64_t places[] = {g->batch, g->out[0], g->out[1], g->out[2], g->filters, 32};
+    const int64_t weights[] = {g->kernel[0], g->kernel[1], g->kernel[2], each, g->filters, MOST_THREADS};
+    const int64_t stored[] = {g->batch, g->kernel[0], g->kernel[1], g->kernel[2], each, g->filters};
+    int64_t reach[2 * AXES + 1], window[2 * AXES + 1];
+    for (int k = 0; k < AXES; k++) {
+        reach[2 * k] = larger(g->out[k], 1);
+        reach[2 * k + 1] = g->stride[k];
+        window[2 * k] = g->kernel[k];
+        window[2 * k + 1] = g->rate[k];
+    }
+    reach[2 * AXES] = window[2 * AXES] = g->channels;
+    return fits(image, 5) && fits(places, 6) && fits(weights, 6) && fits(stored, 6) && fits(reach, 2 * AXES + 1) &&
+           fits(window, 2 * AXES + 1);
 }
 
 /* Gradients of a kernel, one for each example of a batch.
  *
- *   images     [batch, height, width, channels]
- *   gradients  [batch, out height, out width, filters], of the losses' sum with respect to the convolution's output
+ *   images     [batch, depth, height, width, channels]
+ *   gradients  [batch, out depth, out height, out width, filters], of the losses' sum with respect to the convolution's output
  *   factors    [batch], or NULL: what each example's gradient is multiplied by in the total; zero leaves it out
- *   each       [batch, kernel height, kernel width, channels, filters], or NULL: receives each example's gradient
+ *   each       [batch, *kernel, channels, filters], or NULL: receives each example's gradient
  *   norms      [batch], or NULL: receives the squared norms of the very gradients that each and total are made of
- *   total      [kernel height, kernel width, channels, filters], or NULL: receives the weighted sum
+ *   total      [*kernel, channels, filters], or NULL: receives the weighted sum
  *
  * In a depthwise convolution the kernel has no axis of filters.
  *
@@ -246,8 +256,8 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     if (instructions == AVX512 && g->filters <= 8) instructions = AVX2;
     job.example = example_of(instructions, &lanes);
     job.entries = entries_of(g);
-    const int64_t places = g->out[0] * g->out[1], numbers = job.entries * g->filters;
-    for (int k = 0; k < 2; k++) {
+    const int64_t places = volume(g->out), numbers = job.entries * g->filters;
+    for (int k = 0; k < AXES; k++) {
         const int64_t reach = (larger(g->out[k], 1) - 1) * g->stride[k] + (g->kernel[k] - 1) * g->rate[k] + 1;
         job.padded[k] = larger(reach, g->size[k] + g->pad[k]);
         job.pads |= job.padded[k] != g->size[k];
@@ -256,9 +266,9 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     job.widens = job.row != g->filters;
     job.pixel = g->depthwise ? job.row : g->channels;
     job.pads |= job.pixel != g->channels;
-    const int64_t pixels[] = {job.padded[0], job.padded[1], job.pixel};
-    if (!fits(pixels, 3)) return INVALID;
-    const int64_t row_of_places = g->out[1] * job.row + g->stride[0] * job.padded[1] * job.pixel;
+    const int64_t pixels[] = {job.padded[0], job.padded[1], job.padded[2], job.pixel};
+    if (!fits(pixels, 4)) return INVALID;
+    const int64_t row_of_places = g->out[2] * job.row + g->stride[1] * job.padded[2] * job.pixel;
     job.rows_at_once = larger(1, CACHED / larger(1, row_of_places));
     const double worth = (double)places * (double)numbers * (double)g->batch / WORTH_A_THREAD;
     job.workers = (int)smaller(smaller(threads, MOST_THREADS), larger(1, g->batch));
@@ -271,10 +281,13 @@ int tfdpfl_filters(const Geometry *g, const float *images, const float *gradient
     if (total && job.workers > 1) job.totals = malloc(sizeof(float) * (size_t)larger(1, job.workers * numbers));
     if (job.offsets && (!total || job.totals)) {
         int64_t entry = 0;
-        for (int64_t i = 0; i < g->kernel[0]; i++)
-            for (int64_t j = 0; j < g->kernel[1]; j++)
-                for (int64_t c = 0; c < (g->depthwise ? 1 : g->channels); c++)
-                    job.offsets[entry++] = (i * g->rate[0] * job.padded[1] + j * g->rate[1]) * job.pixel + c;
+        for (int64_t d = 0; d < g->kernel[0]; d++)
+            for (int64_t i = 0; i < g->kernel[1]; i++)
+                for (int64_t j = 0; j < g->kernel[2]; j++) {
+                    const int64_t row = d * g->rate[0] * job.padded[1] + i * g->rate[1];
+                    const int64_t at = (row * job.padded[2] + j * g->rate[2]) * job.pixel;
+                    for (int64_t c = 0; c < (g->depthwise ? 1 : g->channels); c++) job.offsets[entry++] = at + c;
+                }
         if (total) memset(job.totals, 0, sizeof(float) * (size_t)(job.workers * numbers));
         run(filter_work, &job, job.workers);
         if (total && job.workers > 1) {

@@ -63,15 +63,15 @@ enum { TF_FLOAT = 1, TF_INT64 = 9 };
 #define DECLARE(result, name, arguments) static result(*name) arguments;
 FUNCTIONS(DECLARE)
 
-/* Attribute "settings" of all ops: kernel, strides, rates, zeros before the first pixel (-1: those of padding "SAME"),
- * each of height and width; whether it is depthwise; threads and instruction set. */
-enum { DEPTHWISE = 8, THREADS, INSTRUCTIONS, SETTINGS };
+/* Attribute "settings" of filters: kernel, strides, rates, zeros before the first pixel (-1: those of padding "SAME"), each
+ * of depth (1, 1, 1, 0 for flat images), height and width; whether it is depthwise; threads and instruction set. */
+enum { DEPTHWISE = 4 * AXES, THREADS, INSTRUCTIONS, SETTINGS };
 enum { FORM, NORMS, SUM };
 static const char *const NORMALS = "TfdpflNormals", *const ROWS = "TfdpflRowNorms";
 static const char *const NAMES[] = {"TfdpflFilterGradients", "TfdpflFilterNorms", "TfdpflFilterSum"};
 
 static void *create(TF_OpKernelConstruction *construction) {
-    static const int least[SETTINGS] = {1, 1, 1, 1, 1, 1, -1, -1, 0, 1, 0};
+    static const int least[SETTINGS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, 0, 1, 0};
     TF_Status *status = TF_NewStatus();
     int32_t *settings = calloc(SETTINGS, sizeof *settings);
     if (!settings) TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, "tfdpfl: there is no memory for a kernel.");
@@ -85,25 +85,27 @@ static void *create(TF_OpKernelConstruction *construction) {
 
 /* The sizes of the images and of their output's gradients; 0 where these are no such batches. */
 static int read_sizes(const int32_t *settings, TF_Tensor *const *inputs, int count, Geometry *g) {
+    const int rank = TF_NumDims(inputs[0]), flat = AXES + 2 - rank; /* axes that flat images lack */
+    if (flat < 0 || flat > 1) return 0;
     for (int i = 0; i < count; i++)
-        if (TF_TensorType(inputs[i]) != TF_FLOAT || TF_NumDims(inputs[i]) != (i < 2 ? 4 : 1) ||
+        if (TF_TensorType(inputs[i]) != TF_FLOAT || TF_NumDims(inputs[i]) != (i < 2 ? rank : 1) ||
             TF_Dim(inputs[i], 0) != TF_Dim(inputs[0], 0))
             return 0;
-    for (int i = 0; i < 8; i++) /* so that no product of two of them, or of one and a setting, overflows */
-        if (TF_Dim(inputs[i / 4], i % 4) >= (int64_t)1 << 31) return 0;
+    for (int i = 0; i < 2 * rank; i++) /* so that no product of two of them, or of one and a setting, overflows */
+        if (TF_Dim(inputs[i / rank], i % rank) >= (int64_t)1 << 31) return 0;
     g->batch = TF_Dim(inputs[0], 0);
-    g->channels = TF_Dim(inputs[0], 3);
-    g->filters = TF_Dim(inputs[1], 3);
+    g->channels = TF_Dim(inputs[0], rank - 1);
+    g->filters = TF_Dim(inputs[1], rank - 1);
     g->depthwise = settings[DEPTHWISE];
-    for (int k = 0; k < 2; k++) {
-        g->size[k] = TF_Dim(inputs[0], 1 + k);
-        g->out[k] = TF_Dim(inputs[1], 1 + k);
+    for (int k = 0; k < AXES; k++) {
+        g->size[k] = k < flat ? 1 : TF_Dim(inputs[0], 1 + k - flat);
+        g->out[k] = k < flat ? 1 : TF_Dim(inputs[1], 1 + k - flat);
         g->kernel[k] = settings[k];
-        g->stride[k] = settings[2 + k];
-        g->rate[k] = settings[4 + k];
+        g->stride[k] = settings[AXES + k];
+        g->rate[k] = settings[2 * AXES + k];
         const int64_t reach = (g->out[k] - 1) * g->stride[k] + (g->kernel[k] - 1) * g->rate[k] + 1;
         const int64_t missing = reach > g->size[k] ? reach - g->size[k] : 0;
-        g->pad[k] = settings[6 + k] < 0 ? missing / 2 : settings[6 + k];
+        g->pad[k] = settings[3 * AXES + k] < 0 ? missing / 2 : settings[3 * AXES + k];
     }
     return 1;
 }
@@ -316,7 +318,7 @@ static int register_normals(void) {
 }
 
 /* What the functions' arguments are, and the ops' attributes: a library of another number is not used. */
-int tfdpfl_interface(void) { return 5; }
+int tfdpfl_interface(void) { return 6; }
 
 /* Registers the ops with the TensorFlow whose library of this path is in memory. Returns 0; -1 if it is not, or lacks a
  * function; TensorFlow's code of an error. To be called once. */

@@ -51,7 +51,7 @@ INLINE void NAME(tile)(const int rows, const int vectors, const int depthwise, c
                        int64_t entry, int64_t filter, Result to) {
     V sum[MOST_ROWS][2];
     int64_t offset[MOST_ROWS];
-    const int64_t places = p->g->out[1];
+    const int64_t high = p->g->out[1], places = p->g->out[2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         offset[r] = p->offsets[entry + r];
@@ -59,7 +59,7 @@ INLINE void NAME(tile)(const int rows, const int vectors, const int depthwise, c
     }
     const float *g = gradient + p->first * places * p->row + filter;
     for (int64_t i = p->first; i < p->last; i++) {
-        const float *x = image + i * p->down;
+        const float *x = image + i / high * p->in + i % high * p->down;
         for (int64_t j = 0; j < places; j++, x += p->across, g += p->row) {
             const V g0 = *(const V *)g;
             V g1 = {0};

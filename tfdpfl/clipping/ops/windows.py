@@ -51,9 +51,12 @@ class Window:
         )
 
     def settings(self) -> tuple[int, ...]:
-        """Sizes, strides, rates, and zeros before the first pixel (-1 for "SAME"), of height and width each."""
-        before = self.explicit[::2] or [-1 if self.padding == "SAME" else 0] * 2
-        return (*self.size, *self.strides, *self.rates, *before)
+        """Sizes, strides, rates, and zeros before the first pixel (-1 for "SAME"), of depth (1, 1, 1 and 0 in a flat
+        image), height and width each."""
+        before = self.explicit[::2] or [-1 if self.padding == "SAME" else 0] * len(self.size)
+        flat = range(3 - len(self.size))
+        return (*(1 for _ in flat), *self.size, *(1 for _ in flat), *self.strides,
+                *(1 for _ in flat), *self.rates, *(0 for _ in flat), *before)  # fmt: skip
 
     def pads(self, x: tf.Tensor, out: list) -> list[list]:
         """How many zeros the convolution puts before and behind each axis."""
