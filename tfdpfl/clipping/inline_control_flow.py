@@ -302,12 +302,7 @@ class InlinedControlFlow:
                 return made
 
             now = _run(path, {**outside, **begin(body, values)}, body, change)
-            lists = [
-                tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=now[k])
-                for items, k in zip(lists, fed, strict=True)
-            ]
-            for items in lists:  # nothing is asked of them
-                graph_tools.set_gradient(items.op, lambda op, g: (g, None, None))
+            lists = [_put(items, turn, now[k]) for items, k in zip(lists, fed, strict=True)]
             return turn + 1, [now[key(y)] for y in ends], lists, [*zeros.values()]
 
         self.a.run(given)
@@ -401,6 +396,13 @@ def _probed(x: tf.Tensor, items: tf.Tensor, turn: tf.Tensor) -> list[tf.Tensor]:
 def _gradient_of_probed(op: tf.Operation, g: tf.Tensor, items: tf.Tensor, _: tf.Tensor | None) -> tuple:
     """Of the list what the later turns have put into it, and this one."""
     return g, tf.raw_ops.TensorListSetItem(input_handle=items, index=op.inputs[2], item=g), None
+
+
+def _put(items: tf.Tensor, turn: tf.Tensor, item: tf.Tensor) -> tf.Tensor:
+    """Returns the list with an item at the iteration's place, of which no gradient is asked."""
+    items = tf.raw_ops.TensorListSetItem(input_handle=items, index=turn, item=item)
+    graph_tools.set_gradient(items.op, lambda op, g: (g, None, None))
+    return items
 
 
 def _path(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
