@@ -212,8 +212,8 @@ def compare(model: str, batch_size: int, options: argparse.Namespace, progress: 
         else:
             for name in results:
                 attempt(name, build)
-            for _ in range(options.rounds):
-                for name in chosen:
+            for number in range(options.rounds):  # whoever runs later in a round takes a little longer
+                for name in reversed(chosen) if number % 2 else chosen:
                     attempt(name, run)
             for name in results:
                 attempt(name, measure_memory)
