@@ -39,16 +39,17 @@ _RECORDED: dict[int, tuple[str, np.ndarray]] = {}
 
 @functools.cache
 def watch(model_class: type) -> None:
-    """Has Keras's functions that load note what a file records. ``model_class`` is `Model` of that Keras."""
-    api = inspect.unwrap(model_class.load_weights).__globals__["saving_api"]  # type: ignore[attr-defined]
+    """Has the functions that load, if this Keras has them, note what a file records. ``model_class``: its `Model`."""
+    api = inspect.unwrap(model_class.load_weights).__globals__.get("saving_api")  # type: ignore[attr-defined]
     _replace(api, "load_weights")
     for module, name in _LOADERS.items():
-        if hasattr(api, module):
-            _replace(getattr(api, module), name)
+        _replace(getattr(api, module, None), name)
 
 
 def _replace(module: Any, name: str) -> None:
-    load: Callable = getattr(module, name)
+    load: Callable | None = getattr(module, name, None)
+    if load is None:
+        return
     signature = inspect.signature(load)
 
     @functools.wraps(load)
