@@ -93,11 +93,13 @@ def test_an_example_that_is_not_finite_counts_for_nothing(stored):
 
 
 @pytest.mark.slow
-def test_kernels_are_used_for_images_in_float32_alone():
+def test_kernels_are_used_for_images_and_volumes_in_float32_alone():
     assert ops_of(sum_of(conv, [4]), SPEC) == [FILTERS[0]]
     assert not ops_of(sum_of(conv, [4], "float64"), tf.TensorSpec([None, 8, 8, 4], tf.float64))
-    assert not ops_of(sum_of(lambda x, w: tf.nn.conv3d(x, w[None], [1] * 5, "SAME"), [4]),
-                      tf.TensorSpec([None, 2, 8, 8, 4]))  # fmt: skip
+    assert ops_of(sum_of(lambda x, w: tf.nn.conv3d(x, w[None], [1] * 5, "SAME"), [4]),
+                  tf.TensorSpec([None, 2, 8, 8, 4])) == [FILTERS[0]]  # fmt: skip
+    assert ops_of(sum_of(lambda x, w: tf.nn.depthwise_conv2d(x, w[..., :1], [1] * 4, "SAME"), [4]),
+                  tf.TensorSpec([None, 8, 8, 4])) == [FILTERS[0]]  # fmt: skip
 
 
 def test_kernels_are_not_used_where_they_are_switched_off(monkeypatch):
