@@ -111,19 +111,18 @@ def test_the_filter_keeps_room_for_the_vote_before_it_looks():
 
 @pytest.mark.slow
 def test_no_answer_within_the_budget_is_an_error():
-    with pytest.raises(ValueError, match="no query was answered"):
+    with pytest.raises(ValueError, match=r"no query was answered.*lower the threshold\.$"):
         flow(GNMax(1.0), budget=0.1).fit(X)
     with pytest.raises(ValueError, match="lower the threshold"):
         flow(ConfidentGNMax(1e6, 1.0, 1.0)).fit(X)
 
 
 def test_queries_that_nobody_answered_have_a_price():
-    pate = flow(ConfidentGNMax(1e6, 10.0, 10.0))
-    with pytest.raises(ValueError, match=rf"Its {len(X)} queries have cost ε: add answers_.dp_event"):
-        pate.fit(X)
-    assert pate.report().queries == len(X) and pate.report().epsilon > 1
-    with pytest.raises(ValueError, match=r"lower the threshold\.$"):
-        flow(GNMax(1.0), budget=0.1).fit(X)
+    pate = PATE(VOTES[:20], ConfidentGNMax(1e3, 10.0, 10.0), untaught_fn, 1e-5, verbose=0)
+    with pytest.raises(ValueError, match=r"Its 20 queries have cost ε: add answers_.dp_event"):
+        pate.fit(X[:20])
+    report = pate.report()
+    assert report.queries == 20 and report.epsilon > 1
 
 
 @pytest.mark.slow
