@@ -28,7 +28,7 @@ from tfdpfl._types import Arrays, DpEvent, Estimator
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.calibration import gaussian_noise_multiplier
 from tfdpfl.accounting.pricing import Price, check_accountant, check_delta, price
-from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
+from tfdpfl.accounting.promises import PLANNED, Promise, of_seed
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["SOLVERS", "DPLogisticRegression"]
@@ -183,9 +183,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         spent, ran = [cost for cost, _ in family], [how for _, how in family]
         event = _event_of([event for event, _, _ in spent])
         planned = (getattr(self, "solver_", self.solver), float(self.epsilon), float(self.delta))
-        warnings = [] if ran else [PLANNED]
-        if any(seeded for *_, seeded in ran) or self.random_state is not None:
-            warnings.append(SEEDED.format("random_state"))
+        is_known = any(seeded for *_, seeded in ran) or self.random_state is not None
+        warnings = [*([] if ran else [PLANNED]), *of_seed(is_known, "random_state")]
         fits = Counter(how[:3] for how in ran) or {planned: 0}
         texts = [
             f"{how}, epsilon {e:g} at delta {d:g} a fit, {n} fit{'s' * (n != 1)}" for (how, e, d), n in fits.items()

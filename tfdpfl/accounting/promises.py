@@ -15,10 +15,15 @@ from tfdpfl._types import DpEvent, Promiser
 from tfdpfl.accounting.pricing import Price, price
 from tfdpfl.errors import PrivacyError
 
-__all__ = ["PLANNED", "SEEDED", "NoPromisesError", "Promise", "fixed", "promises_of"]
+__all__ = ["PLANNED", "NoPromisesError", "Promise", "fixed", "of_seed", "promises_of"]
 
 PLANNED = "planned: nothing of it has run"
-SEEDED = "its {0} is fixed, and anyone who knows it can subtract the noise: {0}=None draws a secret one"
+_SEEDED = "its {0} is fixed, and anyone who knows it can subtract the noise: {0}=None draws a secret one"
+
+
+def of_seed(is_known: bool, argument: str = "seed") -> list[str]:
+    """Returns the warnings of noise from a seed that someone knows; none if it is the operating system's."""
+    return [_SEEDED.format(argument)] if is_known else []
 
 
 @dataclass(frozen=True, kw_only=True)

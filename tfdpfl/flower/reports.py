@@ -13,7 +13,7 @@ from tfdpfl._formats import NewerFormatError
 from tfdpfl._types import Json
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.pricing import Price, price
-from tfdpfl.accounting.promises import SEEDED, Promise
+from tfdpfl.accounting.promises import Promise, of_seed
 from tfdpfl.errors import PrivacyError
 from tfdpfl.federated.privacy import UNITS, covered_by
 from tfdpfl.flower._flwr import ConfigRecord, Context, Error, Message, log
@@ -233,5 +233,5 @@ def _promise_of_clients(level: str, adjacency: str, ledgers: list[PrivacyLedger]
         kind="federation", part=f"told by clients ({level})", adjacency=adjacency, unit=UNITS[level], price=worst,
         mechanisms=[f"{len(ledgers)} clients; the figure is of the one that spent most"],
         notes=[covered_by(level)[0], "It is the clients' word."],
-        warnings=[SEEDED.format("seed")] if any(ledger.seeded for ledger in ledgers) else [],
+        warnings=of_seed(any(ledger.seeded for ledger in ledgers)),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from tfdpfl._names import accept_old_names
 from tfdpfl._types import Json, Promiser
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import check_accountant, check_delta
-from tfdpfl.accounting.promises import SEEDED, Promise
+from tfdpfl.accounting.promises import Promise, of_seed
 from tfdpfl.accounting.report import rounded_up
 from tfdpfl.clips import check_adapted
 from tfdpfl.errors import PrivacyError
@@ -304,7 +304,7 @@ class DifferentialPrivacy(Strategy):
         return "\n".join(lines)
 
     def _of_seed(self) -> list[str]:
-        return [] if self._seed is None else [SEEDED.format("seed")]
+        return of_seed(self._seed is not None)
 
     def _ledger_of(self, rounds: int, evaluations: int = 0, cohorts: Sequence[Sequence[str]] = ()) -> PrivacyLedger:
         run = RoundsRun(rounds=rounds, participation=self.participation, cohorts=cohorts)

@@ -8,7 +8,7 @@ from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, Estimator
 from tfdpfl.accounting import PrivacyLedger, _checks
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
-from tfdpfl.accounting.promises import PLANNED, SEEDED, Promise
+from tfdpfl.accounting.promises import PLANNED, Promise, of_seed
 
 __all__ = ["check_epsilon", "label_promise", "pure_event"]
 
@@ -54,9 +54,7 @@ def pure_event(epsilon: float, outcomes: int = 2) -> DpEvent:
 
 def label_promise(mechanism: Estimator, spent: PrivacyLedger, more: str = "") -> Promise:
     """Returns what a label mechanism guarantees that has spent so much, in whatever way it is used."""
-    warnings = [] if len(spent) else [PLANNED]
-    if mechanism.seed is not None:
-        warnings.append(SEEDED.format("seed"))
+    warnings = [*([] if len(spent) else [PLANNED]), *of_seed(mechanism.seed is not None)]
     # Not its repr, which may hold a seed.
     text = f"{type(mechanism).__name__}, epsilon {float(mechanism.epsilon):g} a release{more}"
     return Promise(

@@ -23,7 +23,7 @@ from tfdpfl._types import Arrays, DpEvent
 from tfdpfl.accounting import _checks
 from tfdpfl.accounting.events import composed
 from tfdpfl.accounting.pricing import LARGEST_PURE_EPSILON
-from tfdpfl.accounting.promises import SEEDED, Promise
+from tfdpfl.accounting.promises import Promise, of_seed
 from tfdpfl.pate import bounds, pricing
 from tfdpfl.pate.epsilon import Epsilon, votes_promise
 from tfdpfl.pate.votes import as_counts
@@ -357,7 +357,7 @@ class Aggregator(abc.ABC):
     @property
     def warnings(self) -> list[str]:
         """Returns what must be read before the figures."""
-        return [] if self.seed is None else [SEEDED.format("seed")]
+        return of_seed(self.seed is not None)
 
     def promises(self, delta: float) -> list[Promise]:
         """Refuses, because an aggregator has spent nothing: its `Answers` are a part of a report."""
