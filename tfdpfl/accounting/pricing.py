@@ -16,6 +16,7 @@ from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
 
 __all__ = [
+    "are_gaussian",
     "ACCOUNTANTS",
     "LARGEST_PURE_EPSILON",
     "Price",
@@ -160,7 +161,7 @@ def _bounds(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> li
     """Returns what each accountant that knows all of the events proves."""
     discrete = any(_is_discrete(leaf) for leaf, _ in leaves)
     leaves = tuple((_as_gaussian(leaf), n) for leaf, n in leaves)
-    exact = accountant == "pld" and not discrete and _are_gaussian(leaves)  # RDP's price is no less
+    exact = accountant == "pld" and not discrete and are_gaussian(leaves)  # RDP's price is no less
     rdp = None if exact else _rdp_epsilon(leaves, delta, adjacency, whole_orders=discrete)
     pld = None
     # Some events are known to PLD alone, discrete noise to RDP alone.
@@ -169,7 +170,8 @@ def _bounds(leaves: Leaves, delta: float, accountant: str, adjacency: str) -> li
     return [Price(epsilon, name) for name, epsilon in (("pld", pld), ("rdp", rdp)) if epsilon is not None]
 
 
-def _are_gaussian(leaves: Leaves) -> bool:
+def are_gaussian(leaves: Leaves) -> bool:
+    """Returns whether all of the events are Gaussian mechanisms."""
     return all(isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves)
 
 

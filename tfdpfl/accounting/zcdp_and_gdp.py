@@ -3,9 +3,8 @@
 import math
 from typing import NamedTuple
 
-from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent
-from tfdpfl.accounting.pricing import beyond_support, leaves_of, price
+from tfdpfl.accounting.pricing import are_gaussian, beyond_support, leaves_of, price
 from tfdpfl.errors import PrivacyError
 
 __all__ = ["Measures", "zcdp_and_gdp"]
@@ -35,7 +34,7 @@ def zcdp_and_gdp(event: DpEvent, accountant: str, adjacency: str) -> Measures:
     """Returns these measures of an event, as `price` takes it. (ρ and μ are of exact normals: where noise ends costs a
     δ beside them.)"""
     leaves = list(leaves_of(event))
-    if all(isinstance(leaf, dp_event.GaussianDpEvent) for leaf, _ in leaves):
+    if are_gaussian(leaves):
         from scipy.special import ndtr, ndtri
 
         squared = sum(n / leaf.noise_multiplier**2 if leaf.noise_multiplier else math.inf for leaf, n in leaves)

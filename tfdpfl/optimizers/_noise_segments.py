@@ -26,7 +26,7 @@ from tfdpfl._types import DpEvent, Keywords
 from tfdpfl._variables import in_memory
 from tfdpfl.accounting import PrivacyLedger
 from tfdpfl.accounting.correlated import CorrelatedRun
-from tfdpfl.accounting.pricing import leaves_of, mu_of_gaussians
+from tfdpfl.accounting.pricing import are_gaussian, leaves_of, mu_of_gaussians
 from tfdpfl.accounting.sampling import BY_CODE
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise.correlated import Stream
@@ -307,10 +307,8 @@ class NoiseSegments:
 
 def _of_gaussians(event: DpEvent) -> list[tuple[DpEvent, int]] | None:
     """Returns the Gaussian mechanisms that an event is made of, and how often each is; None if it is of others."""
-    from dp_accounting import GaussianDpEvent
-
     found = [(getattr(leaf, "gaussian", leaf), number) for leaf, number in leaves_of(event) if number]
-    return found if all(isinstance(leaf, GaussianDpEvent) for leaf, _ in found) else None
+    return found if are_gaussian(found) else None
 
 
 def unit_of(sampled: set[tuple]) -> str:
