@@ -22,13 +22,15 @@ class Filters:
       images: [batch, height, width, channels] or [batch, depth, height, width, channels], float32.
       gradients: [batch, *places, filters], of the summed losses with respect to the convolution's output.
       entries: places of the window, times its channels unless the convolution is depthwise.
-      settings: what `Window.settings` returns; then 1 if each channel has one filter of its own (depthwise), else 0.
+      settings: what `Window.settings` returns.
+      depthwise: whether each channel has one filter of its own.
     """
 
     images: tf.Tensor
     gradients: tf.Tensor
     entries: int
     settings: tuple[int, ...]
+    depthwise: bool = False
 
     def form(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the gradients, and their squared norms, [batch]."""
@@ -57,7 +59,7 @@ class Filters:
         return MaterializedGradient([each], layout, norms, costs)
 
     def _make(self, op: str, **inputs: tf.Tensor) -> Any:
-        return made(op, self.settings, images=self.images, gradients=self.gradients, **inputs)
+        return made(op, (*self.settings, int(self.depthwise)), images=self.images, gradients=self.gradients, **inputs)
 
 
 class Recomputed(MaterializedGradient):

@@ -208,7 +208,7 @@ def _whole(sides: Sides) -> Contribution:
     entries = taps * sides.channels
     costs = Costs(g.shape[1] or TYPICAL_LENGTH, entries, sides.filters, repeats, gram is not None)
     if sides.alone and costs.native and not find_obstacle(sides.x, sides.g):
-        filters = Filters(sides.x, sides.g, entries, (*window.settings(), 0))
+        filters = Filters(sides.x, sides.g, entries, window.settings())
         return filters.contribution(sides.layout, costs)
     if costs.forms and taps > 1:
         return _formed(sides, g, costs)
@@ -243,7 +243,7 @@ def _by_group(sides: Sides) -> MaterializedGradient:
     width, per_group = sides.filters // sides.groups, sides.channels // sides.groups
     if sides.alone and per_group == width == 1 and not find_obstacle(sides.x, sides.g):
         costs = Costs(sides.g.shape[1:-1].num_elements() or TYPICAL_LENGTH, sides.taps, sides.filters)
-        filters = Filters(sides.x, sides.g, sides.taps, (*sides.window.settings(), 1))
+        filters = Filters(sides.x, sides.g, sides.taps, sides.window.settings(), depthwise=True)
         return filters.contribution(lambda f: tf.reshape(f, [*dims_of(f)[:-2], *sides.use.shape]), costs)
     g = sides.flat(sides.g, sides.of_g, sides.groups, width)
     parts = []

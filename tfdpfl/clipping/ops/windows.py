@@ -54,9 +54,9 @@ class Window:
         """Sizes, strides, rates, and zeros before the first pixel (-1 for "SAME"), of depth (1, 1, 1 and 0 in a flat
         image), height and width each."""
         before = self.explicit[::2] or [-1 if self.padding == "SAME" else 0] * len(self.size)
-        flat = range(3 - len(self.size))
-        return (*(1 for _ in flat), *self.size, *(1 for _ in flat), *self.strides,
-                *(1 for _ in flat), *self.rates, *(0 for _ in flat), *before)  # fmt: skip
+        flat = 3 - len(self.size)
+        of_axes = ((1, self.size), (1, self.strides), (1, self.rates), (0, before))
+        return tuple(number for of_depth, of in of_axes for number in (*[of_depth] * flat, *of))
 
     def pads(self, x: tf.Tensor, out: list) -> list[list]:
         """How many zeros the convolution puts before and behind each axis."""
