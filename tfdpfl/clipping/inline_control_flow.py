@@ -258,6 +258,11 @@ class InlinedControlFlow:
             raise Closed
         return found[0]
 
+    def _reserved(self, t: tf.Tensor, inner: BatchAxis, count: tf.Tensor) -> tf.Tensor:
+        """An empty list for what a tensor of a loop's body is in each iteration."""
+        shape = _element(t, getattr(inner[t], "rows", None) or 1, self.batch_size)
+        return tf.raw_ops.TensorListReserve(element_shape=shape, num_elements=count, element_dtype=t.dtype)
+
     def _loop(
         self, op: tf.Operation, a: BatchAxis, given: list[tf.Tensor], wanted: list[int]
     ) -> list[tf.Tensor | None]:
@@ -275,14 +280,9 @@ class InlinedControlFlow:
         most = None if (known := constant(count)) is None else int(known)
         same = {i: g for i, g in enumerate(given) if i not in varies}
         fed, outside = _taken_in(uses, inner, body, same)
-
-        def reserved(t: tf.Tensor) -> tf.Tensor:
-            shape = _element(t, getattr(inner[t], "rows", None) or 1, self.batch_size)
-            return tf.raw_ops.TensorListReserve(element_shape=shape, num_elements=count, element_dtype=t.dtype)
-
         sums = [_sum_of(o.outputs[0], path, ends, inner) for o in uses]
-        probes = {key(t): reserved(t) for t in sums}
-        kept = [reserved(t) for t in fed.values()]
+        probes = {key(t): self._reserved(t, inner, count) for t in sums}
+        kept = [self._reserved(t, inner, count) for t in fed.values()]
 
         def begin(graph: tf.Graph, values: list[tf.Tensor]) -> Made:
             now = {key(graph.inputs[i]): g for i, g in same.items()}

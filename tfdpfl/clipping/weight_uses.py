@@ -96,9 +96,10 @@ class WeightUses:
         wanted = {key(loop.probe): loop.probe for loop in self._opened.turns}
         wanted |= {key(t): t for use in ruled for t in self._a.differentiable(use.op)}
         wanted |= {key(t): t for replay in replays for t in replay.outputs}
-        path = graph_tools.ancestors([losses]).values() if wanted else []
-        with set_gradients(path, self._a.states):
-            found = tf.gradients([losses], list(wanted.values())) if wanted else []
+        if not wanted:
+            return {}
+        with set_gradients(graph_tools.ancestors([losses]).values(), self._a.states):
+            found = tf.gradients([losses], list(wanted.values()))
         return {at: tf.convert_to_tensor(g) for at, g in zip(wanted, found, strict=True) if g is not None}
 
     def _unroll(self, gradients: Gradients) -> list[_RuledUse]:
