@@ -254,22 +254,15 @@ def recommender(keras: Any) -> Any:
     return keras.Sequential([inputs, items, layers.GlobalAveragePooling1D(), *hidden, layers.Dense(10_000)])
 
 
-def random_pixels(shape: tuple[int, ...], classes: int) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Makes batches of uniform noise of `shape` with a uniform label for each pixel."""
+def random_batch(
+    shape: tuple[int, ...], classes: int, of_pixels: bool = False
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Makes batches of uniform noise of `shape` with uniform labels, one for each image or each of its pixels."""
 
     def batch(size: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)
-        return rng.random((size, *shape), np.float32), rng.integers(0, classes, (size, *shape[:-1]), np.int32)
-
-    return batch
-
-
-def random_batch(shape: tuple[int, ...], classes: int) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Makes batches of uniform noise of `shape` with uniform labels."""
-
-    def batch(size: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(0)
-        return rng.random((size, *shape), np.float32), rng.integers(0, classes, size, np.int32)
+        labels = (size, *shape[:-1]) if of_pixels else size
+        return rng.random((size, *shape), np.float32), rng.integers(0, classes, labels, np.int32)
 
     return batch
 
@@ -308,7 +301,7 @@ OTHER = {
     "separable_cnn": BenchmarkModel(separable_cnn, random_batch((32, 32, 3), 10)),
     "vgg": BenchmarkModel(vgg, random_batch((32, 32, 3), 10)),
     "vision_transformer": BenchmarkModel(vision_transformer, random_batch((32, 32, 3), 10)),
-    "unet": BenchmarkModel(unet, random_pixels((64, 64, 1), 3)),
+    "unet": BenchmarkModel(unet, random_batch((64, 64, 1), 3, of_pixels=True)),
     "bidirectional_gru": BenchmarkModel(bidirectional_gru, random_batch((50, 16), 10)),
     "recommender": BenchmarkModel(recommender, random_text(10_000, 50, 10_000)),
 }
