@@ -16,10 +16,10 @@ from tfdpfl.accounting.run import ADJACENCIES
 from tfdpfl.errors import PrivacyError
 
 __all__ = [
-    "are_gaussian",
     "ACCOUNTANTS",
     "LARGEST_PURE_EPSILON",
     "Price",
+    "are_gaussian",
     "beyond_support",
     "check_accountant",
     "check_delta",

@@ -269,8 +269,7 @@ class InlinedControlFlow:
         states = [a[t] for t in op.outputs]
         inner, _, body = a.body(op, "body", list(op.inputs), states)
         _, _, cond = a.body(op, "cond", list(op.inputs), states)
-        pairs = enumerate(zip(body.inputs, map(graph_tools.source, body.outputs), strict=True))
-        varies = [i for i, (x, y) in pairs if key(x) != key(y)]
+        varies = _varying(body)
         test = _path(cond, cond.outputs)
         carried = _carried(body, varies, {*wanted, *_inputs_of(cond, cond.outputs)})
         ends = [body.outputs[i] for i in carried]
@@ -344,6 +343,12 @@ def _inputs_of(function: tf.Graph, results: Sequence[tf.Tensor]) -> set[int]:
     """Places of a function's inputs that these of its tensors are computed of."""
     taken = _taken(graph_tools.ancestors(results).values(), results)
     return {i for i, t in enumerate(function.inputs) if key(t) in taken}
+
+
+def _varying(body: tf.Graph) -> list[int]:
+    """Places of what a loop's body hands on as something else than it was given."""
+    pairs = enumerate(zip(body.inputs, map(graph_tools.source, body.outputs), strict=True))
+    return [i for i, (x, y) in pairs if key(x) != key(y)]
 
 
 def _carried(body: tf.Graph, varies: list[int], wanted: set[int]) -> list[int]:
