@@ -165,7 +165,7 @@ def tied_decoder(keras: Any) -> Any:
     return keras.Model(inputs, tied(layers.LayerNormalization()(x), reverse=True))
 
 
-# Shapes that no kernel and no threshold was chosen by.
+# Shapes that no kernel and no threshold was chosen by, but for the kernel of depthwise convolutions.
 
 
 def tabular(keras: Any) -> Any:
