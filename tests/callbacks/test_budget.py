@@ -461,3 +461,30 @@ def test_a_model_that_fit_builds_trains_with_its_budget(others):
     model.compile(tfdpfl.DPSGD(1.0, 2.0, learning_rate=0.1), tf.keras.losses.SparseCategoricalCrossentropy(True))
     model.fit(X, Y, batch_size=20, callbacks=[budget, *others()], verbose=0)
     assert budget.report().epsilon == pytest.approx(uses(1))
+
+
+def test_an_epoch_ends_without_a_look_at_the_frames_of_fit(monkeypatch):
+    """In Python 3.11 that look freed the iterator of the epoch before, and waited 20 ms for its threads."""
+    looks = []
+    monkeypatch.setattr("tfdpfl.callbacks.budget.running_models", lambda: looks.append(1) or [model])
+    model = compiled()
+    seen = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: looks.append(0))
+    model.fit(X, Y, batch_size=100, epochs=3, callbacks=[PrivacyBudget(N, DELTA), seen], verbose=0)
+    first, last = looks.index(0), len(looks) - looks[::-1].index(0)
+    assert 1 in looks[:first] and looks[first:last] == [0, 0, 0]
+
+
+def test_an_epoch_that_ends_counts_what_an_inner_fit_left_that_was_interrupted():
+    class Interrupts(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    class Inner(tf.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with contextlib.suppress(KeyboardInterrupt):
+                other.fit(X, Y, batch_size=100, callbacks=[Interrupts(), copy.copy(budget)], verbose=0)
+
+    model, other, budget = compiled(), compiled(), PrivacyBudget(N, DELTA)
+    log = model.fit(X, Y, batch_size=100, callbacks=[Inner(), budget], verbose=0)
+    assert budget.ledger.unknown_steps == 1
+    assert log.history["epsilon"] == [budget.epsilon()]

@@ -350,7 +350,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         fit.check_pass()
         remember_weights(fit.model)
         if logs is not None:
-            logs["epsilon"] = self._priced(self.ledger)
+            # To look for interrupted fits takes as long as a step: Python copies what is in the frame of each fit. No
+            # other fit is open, and this one runs, because Keras calls this method.
+            known = self._spent.open == [fit]
+            logs["epsilon"] = self._priced(self._ledger_so_far() if known else self.ledger)
             self._warn_of_missing_values(logs)
         self._check_announced()
         if self._is_full(fit.steps):
@@ -428,6 +431,10 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def ledger(self) -> PrivacyLedger:
         """All that ran on the data, this far."""
         self._spent.cut_off()
+        return self._ledger_so_far()
+
+    def _ledger_so_far(self) -> PrivacyLedger:
+        """Returns `ledger`, for a caller that knows that no `fit` was interrupted."""
         return self._ledger_of([dp.ledger() for dp in self._seen()])
 
     def _ledger_of(self, trained: list[PrivacyLedger]) -> PrivacyLedger:
