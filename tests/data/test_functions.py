@@ -15,6 +15,7 @@ X = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.float32)
 ROWS = tf.data.Dataset.from_tensor_slices((X, Y))
 SAME = tf.data.Dataset.from_tensor_slices((X, Y))  # another object of the same arrays
+ONLY_X, ONLY_Y = tf.data.Dataset.from_tensor_slices(X), tf.data.Dataset.from_tensor_slices(Y)
 TURNED = ROWS.shuffle(9, seed=1)
 TABLE, MEAN, COUNT = tf.constant(X), tf.Variable(tf.zeros(4)), tf.Variable(0)
 WORDS = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4]]))
@@ -168,6 +169,32 @@ MEET = {
             lambda i, s: i < 2, lambda i, s: (i + 1, x - learned(s)), (0, tf.zeros(4)))[1], y)), "behind it"),
     "a flag that some examples set": (
         lambda: ROWS.map(lambda x, y: (x, tf.cond(y > 0, lambda: COUNT.assign(1), lambda: COUNT + 0))), "behind it"),
+    "centred in a function of windows": (
+        lambda: ONLY_X.window(8).flat_map(lambda w: w.batch(8).map(lambda x: x - tf.reduce_mean(x, 0))),
+        "reduces over the batch"),
+    "the same taken apart": (
+        lambda: ONLY_X.window(8).flat_map(lambda w: w.batch(8).map(lambda x: x - tf.reduce_mean(x, 0))).unbatch().batch(
+            8), "reduces over the batch"),
+    "centred before windows": (
+        lambda: ONLY_X.batch(8).map(lambda x: x - tf.reduce_mean(x, 0)).interleave(Dataset.from_tensor_slices).batch(8),
+        "reduces over the batch"),
+    "drawn inside": (lambda: Dataset.range(8).flat_map(lambda i: Dataset.range(8).map(drawn)).batch(8), "reads rows"),
+    "a running sum inside": (
+        lambda: ONLY_X.window(8).flat_map(lambda w: w.scan(tf.zeros(4), lambda s, e: (s + e, s + e))), "behind it"),
+    "windows that overlap, taken apart": (
+        lambda: ONLY_X.window(8, 4, drop_remainder=True).flat_map(lambda w: w).batch(8), "takes windows apart that"),
+    "pieces that overlap, in turns": (
+        lambda: Dataset.range(8).interleave(lambda i: ROWS.skip(i * 4).take(8), cycle_length=4).batch(8),
+        "InterleaveDataset reads one data set of 64 examples or more for several elements"),
+    "pieces that overlap": (lambda: Dataset.range(8).flat_map(lambda i: ROWS.shard(9, i % 7)).batch(8), "reads one"),
+    "a half twice": (lambda: Dataset.range(2).flat_map(lambda i: ROWS.take(32)).batch(8), "reads one data set of 64"),
+    "pieces that are drawn": (
+        lambda: Dataset.range(8).flat_map(lambda i: ROWS.skip(tf.random.uniform([], 0, N, tf.int64)).take(8)).batch(8),
+        "reads one data set"),
+    "pieces of several orders": (
+        lambda: Dataset.range(8).flat_map(lambda i: ROWS.shuffle(N).skip(i * 8).take(8)).batch(8), "reads one data"),
+    "for each row of a table": (
+        lambda: ONLY_X.take(N).flat_map(lambda x: ROWS.map(lambda x, y: x).take(1)).batch(8), "reads one data set"),
     "running sum": (
         lambda: ROWS.scan(tf.zeros(4), lambda s, e: (s + e[0], (s, e[1]))).batch(8), "to the examples behind it"),
 }  # fmt: skip
@@ -221,6 +248,19 @@ APART = {
         [ROWS.filter(lambda x, y, c=c: tf.equal(y, c[0])) for c in (tf.zeros(9), tf.ones(9))]).batch(8),
     "by class": lambda: Dataset.sample_from_datasets(
         [ROWS.filter(lambda x, y: y > 0).shuffle(N), ROWS.filter(lambda x, y: y < 1).shuffle(N)]).batch(8),
+    "pieces in turns": lambda: Dataset.range(8).shuffle(8).interleave(
+        lambda i: ROWS.skip(i * 8).take(8).shuffle(8), cycle_length=4).batch(8),
+    "shards in turns": lambda: Dataset.range(4).interleave(lambda i: ROWS.shard(4, i)).batch(8),
+    "pieces from a list": lambda: Dataset.from_tensor_slices([0, 9]).interleave(
+        lambda i: ROWS.skip(tf.cast(i, tf.int64)).take(9)).batch(8),
+    "classes in turns": lambda: Dataset.range(2).interleave(
+        lambda c: ROWS.filter(lambda x, y: tf.equal(tf.cast(y, tf.int64), c))).batch(8),
+    "all at once": lambda: Dataset.range(1).flat_map(lambda _: ROWS).batch(8),
+    "a background of a few": lambda: ROWS.flat_map(
+        lambda x, y: Dataset.from_tensor_slices(tf.ones([9, 4])).shuffle(9).take(1).map(lambda b: (x + b, y))).batch(8),
+    "windows taken apart": lambda: ONLY_X.window(8).flat_map(lambda w: w).batch(8),
+    "windows as rows": lambda: ONLY_X.window(8, 1, drop_remainder=True).flat_map(
+        lambda w: w.batch(8).map(lambda x: x - tf.reduce_mean(x, 0))).batch(8),
     "a series": lambda: tf.keras.utils.timeseries_dataset_from_array(X, Y, 4, batch_size=8, shuffle=True),
     "a fixed length": lambda: LENGTHS.padded_batch(3, padded_shapes=[10]),
     "buckets": lambda: LENGTHS.bucket_by_sequence_length(
@@ -285,7 +325,6 @@ def unordered():
     return options
 
 
-ONLY_X, ONLY_Y = Dataset.from_tensor_slices(X), Dataset.from_tensor_slices(Y)
 BY_HAND = Dataset.from_tensor_slices((X.reshape(16, 4, 4), Y.reshape(16, 4)))
 NAMES = Dataset.from_tensor_slices(["one file", "another"])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +19,7 @@ from tfdpfl.clipping.graph import body_graphs, constant, handed_on, is_branch, i
 from tfdpfl.clipping.states import Batch, Mixed
 from tfdpfl.clipping.variable_writes import WRITES
 from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_of, passed_through, repeats
+from tfdpfl.data.inner import made_for, made_inside, overlaps
 from tfdpfl.errors import PrivacyError
 
 __all__ = [
@@ -116,14 +119,17 @@ def _check(dataset: Dataset, number: float, level: int | None) -> None:
             _check_choice(dataset, graph, of_examples, whole=kind == "filter")
         _check_state(dataset, graph, given, len(_state_of(dataset)) if kind == "scan" else 0)
     _check_joined(dataset)
-    if made_by(dataset, ("padded",)):
+    if made_by(dataset, ("padded",)) and not _is_symbolic(dataset):  # else `_check_inner_padding` did
         _check_padding(dataset)
+    for function in getattr(dataset, "_functions", list)():
+        if (inner := made_inside(function)) is not None:
+            _check_inside(dataset, function, inner, number, level)
     for each in inputs_of(dataset):
         _check(each, number, _level_before(dataset, each, level))
 
 
 def _level_before(dataset: Dataset, source: Dataset, level: int | None) -> int | None:
-    if made_by(dataset, ("unbatch", "batch", "flatmap", "interleave", "window")) in (None, "interleave"):
+    if made_by(dataset, ("unbatch", "batch", "flatmap", "interleave", "window", "groupby")) is None:
         return level
     rank, before = rank_of(dataset), rank_of(source)
     return None if level is None or rank is None or before is None else level - rank + before
@@ -188,6 +194,8 @@ def _are_numbers(source: Dataset) -> bool:
     class of its own, and no end."""
     if made_by(source, ("tensorslice",)) is None and made_by(source, ("range", "scan")):
         return True
+    if _is_symbolic(source):  # an element of another data set
+        return False
     with tf.init_scope():  # it may be asked where a function is traced
         number = int(source.cardinality())
     return name_of(source) == "VariantDataset" and (number == -1 or number > 2**62)  # -1 is endless
@@ -505,7 +513,7 @@ def _check_copies(dataset: Dataset, called: _Function, number: float, level: int
         if not (op.inputs and _is_long(op.inputs[0], number) and _selects(op)):
             continue
         chosen = [(t, of) for t, of in called.numbered if _depends(op.inputs[1:2], [t])]
-        if len(chosen) != 1 or chosen[0][1] is None or _draws(op.inputs[1:2]):
+        if len(chosen) != 1 or chosen[0][1] is None or _is_symbolic(chosen[0][1]) or _draws(op.inputs[1:2]):
             continue
         ((given, numbers),) = chosen
         if op.type not in ("StridedSlice", "Slice") and op.inputs[1].shape.rank != level + op.type.endswith("GatherNd"):
@@ -618,6 +626,106 @@ def _makes_more(dataset: Dataset, called: _Function, rank: int | None) -> bool:
         return sum(1 for _ in elements.take(rows + 1)) > rows
     except Exception:  # of TensorFlow's, or of the function's own checks
         return False
+
+
+# -- data sets that functions make ---------------------------------------------------------------------------------
+
+
+_MOST_PIECES = 10_000
+
+
+def _check_inside(dataset: Dataset, function: Any, inner: Dataset, number: float, level: int | None) -> None:
+    """Checks the data sets that a function makes of the elements, each by itself and all together."""
+    sources = inputs_of(dataset)
+    _check_pieces(dataset, function, inner, number)
+    windows = [each for source in sources for each in ancestors(source)[:_NEAR] if made_by(each, ("window",))]
+    if windows and overlaps(windows[0]) and level is not None and _level_of_source(inner, level) >= 0:
+        raise PrivacyError(
+            f"{name_of(dataset)} takes windows apart that overlap, so an example is in several rows, and ε counts one. "
+            "Make windows that share no example (shift=size), or leave window out."
+        )
+    try:
+        _check(inner, number, level)
+    except PrivacyError:
+        raise
+    except Exception:  # numbers of the inner data set that only an element decides
+        return
+
+
+_NEAR = 4  # a window, and what may come between it and the function
+
+
+def _level_of_source(dataset: Dataset, level: int) -> int:
+    """The number of batch axes of what a data set is made from in the end; -1 if that is not known."""
+    path = _paths(dataset)[0]
+    for each, before in itertools.pairwise(path):
+        found = _level_before(each, before, level)
+        if found is None:
+            return -1
+        level = found
+    return level
+
+
+def _check_pieces(dataset: Dataset, function: Any, inner: Dataset, number: float) -> None:
+    """Raises if a function may hand on the same examples of one data set for several elements.
+
+    A flat_map or interleave of pieces is a concatenation of these, so no two of them may share an example."""
+    places = [i for i, path in enumerate(_paths(inner)) if _holds_examples(path[-1], number)]
+    (outer, *_) = inputs_of(dataset)
+    if not places or (not _is_symbolic(outer) and int(outer.cardinality()) in (0, 1)):
+        return
+    for place in places:
+        if not _are_apart(outer, function, _paths(inner)[place], place, number):
+            raise PrivacyError(
+                f"{name_of(dataset)} reads one data set of {number} examples or more for several elements, and is not "
+                "known to read each example for one element alone. An example is then in several rows, and ε counts "
+                "one. Cut the data set into pieces without a common example, as data.shard(k, i) or "
+                "data.skip(i * m).take(m) do for the numbers i of Dataset.range(k), or leave this step out."
+            )
+
+
+def _is_symbolic(dataset: Dataset) -> bool:
+    return not hasattr(dataset._variant_tensor, "numpy")
+
+
+def _holds_examples(source: Dataset, number: float) -> bool:
+    """Whether a source of an inner data set is the same for each element, and as long as the data."""
+    if made_by(source, ("tensorslice",)):
+        return any(_is_long(t, number) for t in _tensors(source))
+    if _is_symbolic(source) or _are_numbers(source) or made_by(source, ("random", "tensor")):
+        return False
+    return int(source.cardinality()) >= number
+
+
+def _are_apart(outer: Dataset, function: Any, path: list[Dataset], place: int, number: float) -> bool:
+    """Whether what a function reads of a source for different elements is known to hold no example twice."""
+    settings = [getattr(each, name, None) for each in path for name in ("_count", "_index", "_num_shards")]
+    if _is_symbolic(outer) or _draws([t for t in settings if t is not None and not hasattr(t, "numpy")]):
+        return False
+    if any(_chooses_by_element(each) for each in path):
+        return True
+    if any(_is_symbolic(each[-1]) or _holds_examples(each[-1], number) for each in _paths(outer)):
+        return False
+    count, first = np.zeros(int(path[-1].cardinality()) if not _is_symbolic(path[-1]) else 0, np.int64), None
+    for i, element in enumerate(outer.take(_MOST_PIECES)):
+        made = made_for(function, element)
+        paths = [] if made is None else _paths(made)
+        if i + 1 == _MOST_PIECES or place >= len(paths):
+            return False
+        if not len(count):
+            count = np.zeros(int(paths[place][-1].cardinality()), np.int64)
+        rows, orders = _rows_of(paths[place])
+        first = orders if first is None else first
+        if len(orders) != len(first) or not all(map(_same_order, first, orders)):
+            return False
+        count[rows.start : min(rows.stop, len(count)) : rows.step] += 1
+    return bool((count <= 1).all())
+
+
+def _chooses_by_element(each: Dataset) -> bool:
+    """Whether examples are chosen by what the element is: of one class, say."""
+    captured = [outer for called in _functions(each) for outer, _ in called.graph.captures]
+    return made_by(each, ("filter",)) is not None and any(not hasattr(t, "numpy") for t in captured)
 
 
 # -- what is joined ------------------------------------------------------------------------------------------------
