@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
-from tfdpfl.clipping.graph import key
+from tfdpfl.clipping.graph import key, output_rank
 from tfdpfl.clipping.states import Batch, State
 
 __all__ = ["gradient_of", "set_gradients"]
@@ -67,7 +67,7 @@ def _are_whole(op: tf.Operation, states: Sequence[State]) -> bool:
     of = [(t, s) for t, s in zip(op.inputs, states, strict=True) if isinstance(s, Batch)]
     if not of:
         return False
-    rank, at = op.outputs[0].shape.rank, of[0][1].axis
+    rank, at = output_rank(op), of[0][1].axis
     if any(t.shape.rank != rank or None in (*t.shape[:at], *t.shape[at + 1 :]) for t, _ in of):
         return False
     if len(of) == 2:

@@ -10,7 +10,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -39,6 +39,7 @@ __all__ = [
     "graphs_around",
     "handed_on",
     "inner_call",
+    "input_rank",
     "is_branch",
     "is_call",
     "is_loop",
@@ -50,6 +51,7 @@ __all__ = [
     "lift_functions",
     "number_of_results",
     "origin",
+    "output_rank",
     "own_gradient_is_known",
     "passes_gradients_through",
     "recomputes",
@@ -124,6 +126,14 @@ def compiled() -> bool:
 
 def key(t: tf.Tensor) -> tuple[str, int]:
     return (t.op.name, t.value_index)
+
+
+def input_rank(op: tf.Operation) -> Any:  # an int, or None if it is not known
+    return op.inputs[0].shape.rank
+
+
+def output_rank(op: tf.Operation) -> Any:
+    return op.outputs[0].shape.rank
 
 
 def when_traced(look: Callable[[tf.Graph], None]) -> None:

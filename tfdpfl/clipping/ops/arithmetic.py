@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, MaterializedGradient, Units, Use, summed_to
-from tfdpfl.clipping.graph import channels_first, constant
+from tfdpfl.clipping.graph import channels_first, constant, input_rank
 from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
 from tfdpfl.clipping.ops.elementwise import ENTRYWISE, alone, compared, elementwise, entrywise_rule, gradient, in_order
 from tfdpfl.clipping.ops.lists import summed
@@ -79,7 +79,7 @@ def bias_add(view: View, op: tf.Operation, states: list[State]) -> State | None:
     x, b = states
     if not (isinstance(x, Batch) and isinstance(b, Public)):
         return None
-    channel = 1 if channels_first(op) else op.inputs[0].shape.rank - 1
+    channel = 1 if channels_first(op) else input_rank(op) - 1
     return mixed(op, BY_POSITION) if x.axis == channel else x
 
 

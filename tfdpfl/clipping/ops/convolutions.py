@@ -23,7 +23,7 @@ from tfdpfl.clipping.gradients import (
     turned,
     volume,
 )
-from tfdpfl.clipping.graph import compiled, constant
+from tfdpfl.clipping.graph import compiled, constant, input_rank
 from tfdpfl.clipping.kernel_ops import find_obstacle
 from tfdpfl.clipping.native import Filters
 from tfdpfl.clipping.ops.windows import Window, places_of
@@ -53,7 +53,7 @@ def convolved_back(view: View, op: tf.Operation, states: list[State]) -> State |
 
 def of_images(view: View, op: tf.Operation, state: Batch, least: int = 0) -> State:
     """Works on images, each by itself, if there are ``least`` axes, with the examples along the first."""
-    if state.axis != 0 or op.inputs[0].shape.rank < least:
+    if state.axis != 0 or input_rank(op) < least:
         return mixed(op, "does not have the batch as its first axis")
     return state
 

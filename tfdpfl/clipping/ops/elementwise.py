@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.gradients import Contribution, Units, Use, summed_to
-from tfdpfl.clipping.graph import gradient_function, key, passes_gradients_through
+from tfdpfl.clipping.graph import gradient_function, input_rank, key, output_rank, passes_gradients_through
 from tfdpfl.clipping.loss import PerExampleLoss, Term, kind_of
 from tfdpfl.clipping.registry import ENDS, Move, Rule, View, look_up, teach
 from tfdpfl.clipping.rows import differing, row_free, with_rows
@@ -146,7 +146,7 @@ def bits(view, op, states):
     (state,) = states
     if not isinstance(state, Batch):
         return None
-    return state if state.axis < op.outputs[0].shape.rank else meeting(op, "works along the batch axis")
+    return state if state.axis < output_rank(op) else meeting(op, "works along the batch axis")
 
 
 def entrywise_rule(derivative: Callable[[Use, Units], tf.Tensor | None]) -> Rule:
@@ -177,7 +177,7 @@ def same_size(op: tf.Operation, x: Entry) -> Entry:
 
 
 def in_order(op: tf.Operation) -> Sequence[int]:
-    return range(op.inputs[0].shape.rank or 0)
+    return range(input_rank(op) or 0)
 
 
 # -- at the end of a loss --------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def compared(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
     terms = tail.inputs(op)
     if any(x.has_examples for x in terms):
         return None
-    return Term("ratio", tail.apply(op, terms), op.outputs[0].shape.rank)
+    return Term("ratio", tail.apply(op, terms), output_rank(op))
 
 
 def chosen(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
@@ -202,7 +202,7 @@ def chosen(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
     if terms[0].kind == "total" or kind is None:
         return None
     values = tail.aligned_alike([tail.absorb(x) for x in terms])
-    return Term(kind, tf.where(*values), op.outputs[0].shape.rank)
+    return Term(kind, tf.where(*values), output_rank(op))
 
 
 # -- the records ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, EmbeddingGradient, Units, Use, dims_of, reshaped, volume
-from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.graph import constant, input_rank, output_rank
 from tfdpfl.clipping.registry import Move, View, teach
 from tfdpfl.clipping.states import (
     BY_POSITION,
@@ -63,7 +63,7 @@ def gathered(view, op, params, indices, axis, batch_dims):
         return Public(params.deps | indices.deps)
     if counts_examples(indices):
         return mixed(op, "makes an example's result depend on the batch size")
-    rank, of_indices = op.inputs[0].shape.rank, op.inputs[1].shape.rank
+    rank, of_indices = input_rank(op), op.inputs[1].shape.rank
     if of_indices is None:
         return mixed(op, "has a shape of unknown rank")
     batch_dims = batch_dims % (of_indices + 1) if batch_dims < 0 else batch_dims
@@ -74,7 +74,7 @@ def gathered(view, op, params, indices, axis, batch_dims):
 
 def chosen_by_examples(op, indices: Batch, axis: int, batch_dims: int) -> State:
     """Of a public table, the rows that each example's indices choose."""
-    rank = op.inputs[0].shape.rank
+    rank = input_rank(op)
     if axis < 0 and rank is None:
         return mixed(op, "has a shape of unknown rank")
     axis = axis % rank if axis < 0 else axis
@@ -87,7 +87,7 @@ def gathered_sizes(op, params: Size, indices: State) -> State:
     value = constant(op.inputs[1])
     if not isinstance(indices, Public | Size):
         return mixed(op, "has settings that depend on examples")
-    if value is None or op.inputs[0].shape.rank != 1 or len(params.entries) != op.inputs[0].shape[0]:
+    if value is None or input_rank(op) != 1 or len(params.entries) != op.inputs[0].shape[0]:
         return Size(tuple([UNKNOWN] * (op.outputs[0].shape.num_elements() or 1)))
     return Size(tuple(params.entries[int(v)] for v in np.ravel(value)))
 
@@ -130,7 +130,7 @@ def find(view, op, states):
         return Public(default.deps)
     if not isinstance(keys, Batch):
         return None
-    key, value, out = op.inputs[1].shape.rank, op.inputs[2].shape.rank, op.outputs[0].shape.rank
+    key, value, out = op.inputs[1].shape.rank, op.inputs[2].shape.rank, output_rank(op)
     shared = value == 0 or (None not in (key, value, out) and key + value == out)  # one default for all keys
     if not isinstance(default, Public) or default.deps or not shared:
         return mixed(op, "has settings that depend on examples")

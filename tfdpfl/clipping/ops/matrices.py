@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdpfl.clipping.graph import constant
+from tfdpfl.clipping.graph import constant, input_rank
 from tfdpfl.clipping.registry import Move, moves_examples, teach
 from tfdpfl.clipping.rows import together
 from tfdpfl.clipping.states import batches_of, meeting
@@ -16,18 +16,18 @@ def solved(view, op, states):
         return None
     if len({s.axis for s in batches}) > 1 or len({t.shape.rank for t in op.inputs} - {None}) != 1:
         return meeting(op, "combines the examples along one axis with the examples along another")
-    if batches[0].axis >= op.inputs[0].shape.rank - 2:
+    if batches[0].axis >= input_rank(op) - 2:
         return meeting(op, "works along the batch axis")
     return together(op, op.inputs, states)
 
 
 def band_part(view, op, state):
-    return meeting(op, "works along the batch axis") if state.axis >= op.inputs[0].shape.rank - 2 else state
+    return meeting(op, "works along the batch axis") if state.axis >= input_rank(op) - 2 else state
 
 
 def diagonal(view, op, state):
     of = constant(op.inputs[1])
-    if state.axis >= op.inputs[0].shape.rank - (1 if of is not None and of.size == 1 else 2):  # one diagonal
+    if state.axis >= input_rank(op) - (1 if of is not None and of.size == 1 else 2):  # one diagonal
         return meeting(op, "works along the batch axis")
     return state
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.graph import channels_first, constant
+from tfdpfl.clipping.graph import channels_first, constant, input_rank, output_rank
 from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import row_free, rowwise
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 def reduced(view: View, op: tf.Operation, state: Batch) -> State:
     gone = summed_axes(op)
-    if gone is None and op.inputs[0].shape.rank != 1:
+    if gone is None and input_rank(op) != 1:
         return mixed(op, "reduces over axes that are not known beforehand")
     if gone is None or state.axis in gone:
         return meeting(op, "reduces over the batch")
@@ -30,7 +30,7 @@ def reduced(view: View, op: tf.Operation, state: Batch) -> State:
 def reduced_size(view: View, op: tf.Operation, state: Size) -> Size:
     """A product of lengths; of anything else made of them it is not known which power it has."""
     powers = [p for _, p in state.entries]
-    of_all = len(powers) == 1 or (op.inputs[0].shape.rank == 1 and summed_axes(op) == {0})
+    of_all = len(powers) == 1 or (input_rank(op) == 1 and summed_axes(op) == {0})
     if not of_all or op.type != "Prod" or None in powers:
         return state.blurred(op.outputs[0].shape.num_elements())
     coefficients = [c for c, _ in state.entries if c is not None]
@@ -40,7 +40,7 @@ def reduced_size(view: View, op: tf.Operation, state: Size) -> Size:
 
 def summed_axes(op: tf.Operation) -> set[int] | None:
     """The axes that a reduction sums over; None if they are not known."""
-    rank, axes = op.inputs[0].shape.rank, constant(op.inputs[1])
+    rank, axes = input_rank(op), constant(op.inputs[1])
     if axes is None or rank is None:
         return None
     return {int(a) % rank for a in np.atleast_1d(axes)} if rank else set()
@@ -48,7 +48,7 @@ def summed_axes(op: tf.Operation) -> set[int] | None:
 
 def total(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
     """A sum or a mean at the end of a loss."""
-    x, rank, axes = tail.term(op.inputs[0]), op.inputs[0].shape.rank, summed_axes(op)
+    x, rank, axes = tail.term(op.inputs[0]), input_rank(op), summed_axes(op)
     if axes is None and (rank == 1 or op.inputs[1].op.type == "Range"):  # range(rank), where the rank is not constant
         axes = set(range(rank))
     if x.kind == "size" or axes is None:
@@ -62,7 +62,7 @@ def total(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
         value = reduce(x.value, places, keep)
     counts = op.type == "Sum" and is_mask(op.inputs[0])
     kind = x.kind if x.kind != "batch" else "count" if counts else "total"
-    return Term(kind, value, op.outputs[0].shape.rank, public)
+    return Term(kind, value, output_rank(op), public)
 
 
 def is_mask(t: tf.Tensor) -> bool:
@@ -84,12 +84,12 @@ def half_of_squares(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
 def along_given(view: View, op: tf.Operation, state: Batch, setting: int) -> State:
     """Works along axes that input number ``setting`` names; the others are untouched."""
     axes = constant(op.inputs[setting])
-    return along(op, state, None if axes is None else [int(a) % op.inputs[0].shape.rank for a in np.atleast_1d(axes)])
+    return along(op, state, None if axes is None else [int(a) % input_rank(op) for a in np.atleast_1d(axes)])
 
 
 def along_last(view: View, op: tf.Operation, state: Batch, count: int) -> State:
     """Works along the last ``count`` axes."""
-    rank = op.inputs[0].shape.rank
+    rank = input_rank(op)
     return along(op, state, range(rank - count, rank))
 
 
@@ -113,7 +113,7 @@ def bincount(view, op, states):
     values, size, weights = states
     if not isinstance(values, Batch):
         return None
-    if values.axis != 0 or op.inputs[0].shape.rank != 2:
+    if values.axis != 0 or input_rank(op) != 2:
         return meeting(op, "counts over the batch")
     alike = weights == values or (isinstance(weights, Public) and op.inputs[2].shape.num_elements() == 0)
     if not isinstance(size, Public) or not alike:
@@ -151,7 +151,7 @@ def batch_norm_gradient(view, op, states):
 
 
 def channel_axis(op) -> int:
-    return 1 if channels_first(op) else op.inputs[0].shape.rank - 1
+    return 1 if channels_first(op) else input_rank(op) - 1
 
 
 def own_statistics(numbers, states) -> bool:
@@ -168,7 +168,7 @@ def own_statistics(numbers, states) -> bool:
 
 teach("Sum", "Mean", moves=moves_examples(reduced, of_size=reduced_size), tail=total)
 teach("Prod", moves=moves_examples(reduced, of_size=reduced_size),
-      folds=lambda op, x, axes: None if op.outputs[0].shape.rank else np.prod(x))  # fmt: skip
+      folds=lambda op, x, axes: None if output_rank(op) else np.prod(x))  # fmt: skip
 teach(
     "Max", "Min", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin", moves=moves_examples(reduced, of_size=reduced_size)
 )

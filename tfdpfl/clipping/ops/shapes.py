@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdpfl.clipping.gradients import Contribution, Units, Use, dims_of, reshaped, summed_to
-from tfdpfl.clipping.graph import constant, key
+from tfdpfl.clipping.graph import constant, input_rank, key, output_rank
 from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.ops.slices import Slicing
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
@@ -49,7 +49,7 @@ def size(view, op, states):
 
 
 def rank(view, op, states):
-    known = op.inputs[0].shape.rank is not None or isinstance(states[0], Public)
+    known = input_rank(op) is not None or isinstance(states[0], Public)
     return Public() if known else mixed(op, "depends on a rank that is not known")
 
 
@@ -80,9 +80,9 @@ def stitched(view, op, states):
 
 def filled(view, op, states):
     if isinstance(states[1], Public) and not states[1].deps:
-        if op.inputs[0].shape.rank == 1 and op.outputs[0].shape.rank is None:
+        if input_rank(op) == 1 and output_rank(op) is None:
             return mixed(op, "has a shape of unknown rank")
-        return shaped(op, view.entries(op.inputs[0])) if op.outputs[0].shape.rank else Public()
+        return shaped(op, view.entries(op.inputs[0])) if output_rank(op) else Public()
     return None
 
 
@@ -95,7 +95,7 @@ def kept(view: View, op: tf.Operation, state: State) -> State:
 
 
 def reshape(view: View, op: tf.Operation, state: Batch) -> State:
-    rank, entries = op.outputs[0].shape.rank, view.entries(op.inputs[1])
+    rank, entries = output_rank(op), view.entries(op.inputs[1])
     if not rank:
         return mixed(op, "has a shape of unknown rank" if rank is None else "drops the batch axis")
     if len(entries) != rank:
@@ -156,10 +156,10 @@ def summed_back(view: View, op: tf.Operation, met: Mixed) -> State | None:
     if key(shape) not in (key(of), key(without_matrices(of))):
         return None
     g, state, entries = total.inputs[0], view[total.inputs[0]], view.entries(shape)
-    if not isinstance(state, Batch) or state.blocks > 1 or None in (g.shape.rank, op.outputs[0].shape.rank):
+    if not isinstance(state, Batch) or state.blocks > 1 or None in (g.shape.rank, output_rank(op)):
         return None
-    axis = state.axis + op.outputs[0].shape.rank - g.shape.rank
-    if len(entries) != op.outputs[0].shape.rank or state.rows is None or axis < 0:
+    axis = state.axis + output_rank(op) - g.shape.rank
+    if len(entries) != output_rank(op) or state.rows is None or axis < 0:
         return None
     same = entries[axis] == shape_entries(g, state)[state.axis]
     return Batch(axis, state.rows) if same else meeting(total, "sums over the batch")
@@ -177,7 +177,7 @@ def without_matrices(t: tf.Tensor) -> tf.Tensor:
 
 
 def expand_dims(view: View, op: tf.Operation, state: Batch) -> State:
-    axis = axis_in(op.inputs[1], op.outputs[0].shape.rank)
+    axis = axis_in(op.inputs[1], output_rank(op))
     if axis is None:
         return mixed(op, "moves examples across axes")
     return Batch(state.axis + (axis <= state.axis), state.rows, state.blocks)
@@ -215,18 +215,18 @@ def transposed_size(view: View, op: tf.Operation, state: Size) -> Size:
 
 def tile(view: View, op: tf.Operation, state: Batch) -> State:
     entries = view.entries(op.inputs[1])
-    if len(entries) != op.inputs[0].shape.rank or entries[state.axis] != (1, 0):
+    if len(entries) != input_rank(op) or entries[state.axis] != (1, 0):
         return mixed(op, "repeats the batch")
     return even(op, entries, state.axis) or state
 
 
 def broadcast_to(view: View, op: tf.Operation, state: Batch) -> State:
-    rank, entries = op.outputs[0].shape.rank, view.entries(op.inputs[1])
+    rank, entries = output_rank(op), view.entries(op.inputs[1])
     if rank is None:
         return mixed(op, "has a shape of unknown rank")
     if len(entries) != rank:
         return mixed(op, "has a shape that is not known beforehand")
-    axis = state.axis + rank - op.inputs[0].shape.rank
+    axis = state.axis + rank - input_rank(op)
     return even(op, entries, axis) or Batch(axis, state.rows)
 
 
@@ -237,7 +237,7 @@ def repeated(view: View, op: tf.Operation, state: Public) -> State | None:
 
 def one_hot(view, op, state):
     axis = op.get_attr("axis")
-    axis = axis if axis >= 0 else op.inputs[0].shape.rank
+    axis = axis if axis >= 0 else input_rank(op)
     return Batch(state.axis + (axis <= state.axis), state.rows)
 
 
@@ -290,21 +290,21 @@ def arranged(tail: PerExampleLoss, op: tf.Operation, change: Callable[[tf.Tensor
     if x.is_fixed:
         return None
     public = None if x.public is None else change(tail.spread(x)[None])[0]
-    return Term(x.kind, change(x.value), op.outputs[0].shape.rank, public)
+    return Term(x.kind, change(x.value), output_rank(op), public)
 
 
 def total_squeezed(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
-    dims = [d % op.inputs[0].shape.rank + 1 for d in op.get_attr("squeeze_dims")]
+    dims = [d % input_rank(op) + 1 for d in op.get_attr("squeeze_dims")]
     return arranged(tail, op, lambda t: tf.squeeze(t, dims)) if dims else None
 
 
 def total_expanded(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
-    axis = axis_in(op.inputs[1], op.outputs[0].shape.rank)
+    axis = axis_in(op.inputs[1], output_rank(op))
     return None if axis is None else arranged(tail, op, lambda t: tf.expand_dims(t, axis + 1))
 
 
 def total_reshaped(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
-    x, rank, of_shape = tail.term(op.inputs[0]), op.outputs[0].shape.rank, tail.a[op.inputs[1]]
+    x, rank, of_shape = tail.term(op.inputs[0]), output_rank(op), tail.a[op.inputs[1]]
     if x.is_fixed:
         return None
     if not isinstance(of_shape, Public | Size):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdpfl.clipping.graph import constant, known_entries
+from tfdpfl.clipping.graph import constant, input_rank, known_entries, output_rank
 from tfdpfl.clipping.loss import PerExampleLoss, Term
 from tfdpfl.clipping.registry import Move, View, moves_examples, teach
 from tfdpfl.clipping.rows import axis_in, even, shape_entries, together
@@ -65,14 +65,14 @@ def stack(view: View, op: tf.Operation, states: list[State]) -> State | None:
     state = together(op, op.inputs, states)
     if isinstance(state, Mixed):
         return state
-    axis = op.get_attr("axis") % op.outputs[0].shape.rank
+    axis = op.get_attr("axis") % output_rank(op)
     return Batch(state.axis + (axis <= state.axis), state.rows)
 
 
 def stacked_sizes(view: View, op: tf.Operation, states: list[State]) -> State | None:
-    if op.inputs[0].shape.rank in (0, 1):
+    if input_rank(op) in (0, 1):
         of_each = [view.entries(t) for t in op.inputs]
-        below = op.get_attr("axis") % op.outputs[0].shape.rank == 0
+        below = op.get_attr("axis") % output_rank(op) == 0
         return Size(tuple(itertools.chain(*(of_each if below else zip(*of_each, strict=True)))))
     return Public() if not any(map(counts_examples, states)) else None
 
@@ -96,7 +96,7 @@ def offsets(view, op, states):
 
 
 def unstack(view: View, op: tf.Operation, state: Batch) -> State:
-    axis = op.get_attr("axis") % op.inputs[0].shape.rank
+    axis = op.get_attr("axis") % input_rank(op)
     if axis == state.axis:
         return mixed(op, "takes the batch apart")
     return Batch(state.axis - (axis < state.axis), state.rows)
@@ -113,7 +113,7 @@ def split(view: View, op: tf.Operation, state: Batch, data: int = 0, axis_input:
 
 def split_size(view: View, op: tf.Operation, state: Size) -> list[State] | None:
     lengths = constant(op.inputs[1])
-    if op.inputs[0].shape.rank != 1 or lengths is None or -1 in lengths or sum(lengths) != len(state.entries):
+    if input_rank(op) != 1 or lengths is None or -1 in lengths or sum(lengths) != len(state.entries):
         return None
     return [Size(state.entries[e - n : e]) for e, n in zip(np.cumsum(lengths), lengths, strict=True)]
 
@@ -153,7 +153,7 @@ def strided_slice(view: View, op: tf.Operation, state: Batch) -> State:
     n, ends = op.inputs[1].shape.num_elements(), view.entries(op.inputs[2])
     if n is None or len(ends) != n:
         return mixed(op, "slices in a way that is not known beforehand")
-    slicing, found = Slicing(op, op.inputs[0].shape.rank, n), None
+    slicing, found = Slicing(op, input_rank(op), n), None
     for i, axis, place in slicing.axes():
         if axis == state.axis:
             if i is not None and (place is None or not is_whole(slicing, i, state, ends[i])):
@@ -175,10 +175,10 @@ def sliced_size(view: View, op: tf.Operation, state: Size) -> State:
     slicing = Slicing(op, 1, 1)
     if any(not isinstance(view[t], Public | Size) for t in op.inputs[1:]):
         return mixed(op, "has settings that depend on examples")
-    if op.inputs[0].shape.rank == 0:  # of a number, a slice can only be given axes
+    if input_rank(op) == 0:  # of a number, a slice can only be given axes
         return state
     begin, end, strides = (constant(t) for t in op.inputs[1:4])
-    vector = op.inputs[0].shape.rank == 1 and len(state.entries) == op.inputs[0].shape[0]
+    vector = input_rank(op) == 1 and len(state.entries) == op.inputs[0].shape[0]
     plain = vector and not (op.get_attr("new_axis_mask") or op.get_attr("ellipsis_mask"))
     if not plain or begin is None or end is None or strides is None:
         return state.blurred(op.outputs[0].shape.num_elements())
@@ -268,7 +268,7 @@ def cut(t: tf.Tensor) -> np.ndarray | None:
 
 
 def totals_stacked(tail: PerExampleLoss, op: tf.Operation) -> Term | None:
-    terms, rank = tail.inputs(op), op.outputs[0].shape.rank
+    terms, rank = tail.inputs(op), output_rank(op)
     kinds = {x.kind for x in terms}
     if "total" not in kinds or not kinds <= {"total", "public"}:
         return None
