@@ -17,6 +17,7 @@ __all__ = [
     "lie_probability",
     "matrices",
     "release",
+    "respond",
     "response_matrix",
 ]
 
@@ -53,7 +54,7 @@ def best_k(priors: np.ndarray, order: np.ndarray, epsilon: float) -> np.ndarray:
 
 def release(
     codes: np.ndarray,
-    row: np.ndarray,
+    row: np.ndarray | int,
     order: np.ndarray,
     rank: np.ndarray,
     k: np.ndarray,
@@ -90,6 +91,12 @@ def release(
         return np.where(rank[row, codes] >= k, np.log((np.exp(epsilon) + k - 1) / k), epsilon * (said == codes))
 
     return _replay_hook.drawn(codes, said, epsilon, loss)
+
+
+def respond(codes: np.ndarray, size: int, epsilon: float, uniforms: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Randomizes labels by plain randomized response on so many classes."""
+    order = np.arange(size)[None]
+    return release(codes, 0, order, order, np.array([size]), epsilon, uniforms)
 
 
 def response_matrix(epsilon: float, size: int) -> np.ndarray:

@@ -6,7 +6,6 @@ import numpy as np
 from sklearn.base import clone as sklearn_clone
 from sklearn.utils.validation import check_is_fitted
 
-from tfdpfl import _replay_hook
 from tfdpfl._types import Arrays, Estimator, Prior
 from tfdpfl.accounting import _checks
 from tfdpfl.errors import PrivacyError
@@ -68,24 +67,11 @@ class RandomizedResponse(ClassTransformer):
             return with_labels(y, lambda x, labels: self.transform(labels))
         values, rebuild = _labels.read(y)
         uniforms, size = self._uniforms(), len(self.classes_)
-        liar = float(_top_k.lie_probability(self.epsilon, size))
         self._spend_on_release((float(self.epsilon), size))
 
         def chunk(part: np.ndarray, _: int) -> np.ndarray:
             codes = _labels.encode(part, self.classes_)
-            uniform = uniforms(len(codes))
-            # The same number tells whether to lie, and how far round the circle of classes.
-            step = np.minimum(uniform * ((size - 1) / liar), size - 2).astype(np.intp) + 1
-            lies = uniform < liar
-            if liar < _top_k.RARE:
-                step[lies] = 1 + (uniforms(int(lies.sum())) * (size - 1)).astype(np.intp)
-            step *= lies
-            said = codes + step
-            said = _replay_hook.drawn(codes, said - size * (said >= size), self.epsilon, loss)
-            return _labels.decode(said, self.classes_, values)
-
-        def loss(one: np.ndarray, other: np.ndarray, said: np.ndarray) -> float:
-            return float(self.epsilon * np.sum((one == said) != (other == said)))
+            return _labels.decode(_top_k.respond(codes, size, self.epsilon, uniforms), self.classes_, values)
 
         return rebuild(in_chunks(chunk, values))
 

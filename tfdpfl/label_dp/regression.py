@@ -193,10 +193,7 @@ class RROnBins(_RegressionMechanism):
 
     def _release(self, numbers: np.ndarray, uniforms: Uniforms) -> np.ndarray:
         bins = self.bins_[self._nearest(numbers, self.values_)]
-        order = np.arange(len(self.outputs_))[None]
-        row = np.zeros(len(bins), np.intp)
-        said = _top_k.release(bins, row, order, order, np.array([order.size]), self._response_epsilon, uniforms)
-        return self.outputs_[said]
+        return self.outputs_[_top_k.respond(bins, len(self.outputs_), self._response_epsilon, uniforms)]
 
     @property
     def transition_matrix_(self) -> np.ndarray:
