@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,22 +163,16 @@ def load_adult(
 
     Source: B. Becker and R. Kohavi, "Adult", UCI Machine Learning Repository, 1996.
     """
+    from sklearn.compose import make_column_transformer
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
     folder = _folder(data_dir, "adult", "adult.data")
-    train, test = (_read_adult(folder / name) for name in ("adult.data", "adult.test"))
-    numeric = [column for column, value in enumerate(train[0][:-1]) if value.isdigit()]
-    blocks: list[tuple[np.ndarray, np.ndarray]] = []
-    for column in range(len(train[0]) - 1):
-        values, test_values = (np.array([row[column] for row in rows]) for rows in (train, test))
-        if column in numeric:
-            values, test_values = values.astype(float), test_values.astype(float)
-            mean, deviation = values.mean(), values.std()
-            blocks.append((((values - mean) / deviation)[:, None], ((test_values - mean) / deviation)[:, None]))
-        else:
-            known = np.unique(values)
-            blocks.append((values[:, None] == known, test_values[:, None] == known))
-    x_train, x_test = (np.hstack(part).astype(np.float32) for part in zip(*blocks, strict=True))
-    y_train, y_test = (np.array([row[-1].startswith(">50K") for row in rows], np.int32) for rows in (train, test))
-    return x_train, y_train, x_test, y_test
+    tables = [np.array(_read_adult(folder / name), object) for name in ("adult.data", "adult.test")]
+    scaled, one_hot = StandardScaler(), OneHotEncoder(handle_unknown="ignore")
+    kinds = [(scaled if value.isdigit() else one_hot, [column]) for column, value in enumerate(tables[0][0, :-1])]
+    numbers = make_column_transformer(*kinds, sparse_threshold=0).fit(tables[0])
+    parts = [(numbers.transform(table).astype(np.float32), _incomes(table)) for table in tables]
+    return (*parts[0], *parts[1])
 
 
 class CensusData(NamedTuple):
@@ -229,7 +224,11 @@ def _census_columns(rows: list[list[str]]) -> tuple[dict[str, np.ndarray], np.nd
     table = dict(zip(_ADULT_COLUMNS, np.array(rows).T, strict=False))
     columns = {name: table[name].astype(np.float32) for name in _CENSUS_NUMBERS}
     columns |= {name: table[name] for name in CENSUS_VALUES}
-    return columns, np.array([row[-1].startswith(">50K") for row in rows], np.int32)
+    return columns, _incomes(rows)
+
+
+def _incomes(rows: Iterable[Sequence[str]]) -> np.ndarray:
+    return np.array([row[-1].startswith(">50K") for row in rows], np.int32)
 
 
 def _generated_census(rng: np.random.Generator, rows: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
