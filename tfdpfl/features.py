@@ -1,13 +1,15 @@
-"""Features of images that are formulas: they learn nothing, so they cost no ε."""
+"""Features of images that learn nothing from data, so that they cost no ε."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import tensorflow as tf
 
 from tfdpfl.accounting import _checks
 
-__all__ = ["Deskew", "Scattering"]
+__all__ = ["Deskew", "Patches", "Scattering"]
 
 
 def _grid(deviation: float) -> np.ndarray:
@@ -155,3 +157,175 @@ class Deskew(tf.keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         """Returns the shape of the images."""
         return tuple(input_shape)
+
+
+_DRAWINGS, _DRAWN_SIZE, _PER_DRAWING = 2000, 30, 25  # the world that kernels of patches are learned from
+_AT_A_TIME, _MOST_KERNELS = 100, 10_000
+_FLAT = 1e-3  # added to a patch's variance, so that noise in flat patches is not blown up
+
+
+def drawings(count: int, channels: int, random: np.random.Generator) -> np.ndarray:
+    """Returns made-up images `[count, 30, 30, channels]` of shapes that hide each other ("dead leaves").
+
+    Ellipses and boxes of all sizes, of which most are small, lie on top of each other at random places, each of one
+    colour. Their statistics are like those of photographs (Lee, Mumford and Huang 2001).
+    """
+    rows, columns = np.mgrid[: _DRAWN_SIZE + 2, : _DRAWN_SIZE + 2].astype("float32")
+    images = np.empty((count, _DRAWN_SIZE + 2, _DRAWN_SIZE + 2, channels), "float32")
+    for image in images:
+        base = random.random(channels)
+        image[:] = np.clip(base + 0.35 * random.standard_normal(channels), 0, 1)
+        for _ in range(60):
+            size = 2 / np.sqrt(1 - random.random() * (1 - (2 / _DRAWN_SIZE) ** 2))  # density of size⁻³
+            column, row = random.uniform(-4, _DRAWN_SIZE + 6, 2)
+            angle, ratio = random.uniform(0, np.pi), random.uniform(0.4, 1)
+            along = (columns - column) * np.cos(angle) + (rows - row) * np.sin(angle)
+            across = (rows - row) * np.cos(angle) - (columns - column) * np.sin(angle)
+            if random.random() < 0.5:
+                inside = (abs(along) < size) & (abs(across) < size * ratio)
+            else:
+                inside = along**2 + (across / ratio) ** 2 < size**2
+            brightness, tint = 0.3 * random.standard_normal(), 0.15 * random.standard_normal(channels)
+            shade = 1 + 0.01 * random.standard_normal() * along[inside, None]
+            image[inside] = (base + brightness + tint) * shade
+    for axis in (1, 2):  # as a lens does
+        images = np.roll(images, 1, axis) / 4 + images / 2 + np.roll(images, -1, axis) / 4
+    return images[:, 1:-1, 1:-1]
+
+
+def patch_kernels(images: np.ndarray, size: int, count: int, random: np.random.Generator) -> np.ndarray:
+    """Returns kernels `[size, size, channels, count]` for patches of mean 0 and variance 1, learned from images.
+
+    Spherical k-means finds them among whitened patches (Coates, Lee and Ng 2011). The responses to the images have a
+    variance of about 1.
+    """
+    patches = []
+    for _ in range(_PER_DRAWING):
+        row, column = random.integers(0, _DRAWN_SIZE - size + 1, 2)
+        patches.append(images[:, row : row + size, column : column + size].reshape(len(images), -1))
+    flat = np.concatenate(patches)
+    flat -= flat.mean(axis=1, keepdims=True)
+    flat = flat[flat.var(axis=1) > _FLAT]  # the rest is rounding
+    flat /= np.sqrt(flat.var(axis=1, keepdims=True) + _FLAT)
+    variances, directions = np.linalg.eigh(flat.T.astype(float) @ flat / len(flat))
+    whiten = (directions / np.sqrt(np.maximum(variances, 0) + 0.1)) @ directions.T
+    points = (flat @ whiten).astype("float32")
+    points /= np.linalg.norm(points, axis=1, keepdims=True) + 1e-6
+    centres = points[random.choice(len(points), count, replace=False)]
+    for _ in range(8):
+        nearest, sums = (points @ centres.T).argmax(axis=1), np.zeros_like(centres)
+        np.add.at(sums, nearest, points)
+        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+        others = points[random.choice(len(points), count, replace=False)]  # for centres that no patch is near to
+        centres = np.where(lengths > 1e-3, sums / np.maximum(lengths, 1e-3), others)
+    return (whiten @ centres.T).reshape(size, size, -1, count).astype("float32")
+
+
+def whitened(cells: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the means `[rows, columns, k]` of cells `[n, rows, columns, k]`, and the matrix `[k, k]` that undoes so
+    much of the covariance of all cells together."""
+    mean = cells.mean(axis=0)
+    flat = (cells - mean).reshape(-1, cells.shape[-1])
+    variances, directions = np.linalg.eigh(flat.T @ flat / len(flat))
+    least = max(1e-4 * variances.mean(), 1e-12)  # directions that the drawings hardly have are not blown up
+    return mean, (directions * np.maximum(variances, least) ** (-power / 2)) @ directions.T
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdpfl")
+class Patches(tf.keras.layers.Layer):
+    """Turns images into means of how much their patches resemble small shapes and edges (Coates and Ng 2011).
+
+    Each patch is brought to mean 0 and variance 1. Kernels of the patch's size give responses, of which two parts are
+    kept: by how much a response is above the threshold, and by how much it is below minus the threshold. Means of both
+    are taken in the cells of a grid, and brought to length 1 for each image. Then the layer subtracts means, and
+    decorrelates the features of a cell. Kernels, means and covariances are learned from drawings that the layer makes:
+    ellipses and boxes that hide each other. It needs seconds for that, once.
+
+    Args:
+        num_kernels: How many kernels.
+        patch_size: Rows and columns of a patch.
+        grid: Rows and columns of the grid of cells.
+        threshold: The response below which nothing is passed on; responses to drawings have a variance of about 1.
+        power: How much of the covariance of the drawings' features is undone: 1 decorrelates, 0 centres alone.
+        seed: Of the drawings. It is no secret: they have nothing to do with your data.
+        **options: Those of `tf.keras.layers.Layer`.
+
+    Input: images `[n, height, width, channels]`, floats from 0 to 1, of at least `patch_size` rows and columns.
+    Output: `[n, grid, grid, 2 · num_kernels]`.
+
+    Guarantee:
+        The features of an image depend on this image alone, and what is learned on no data: they cost no ε, and change
+        neither the neighbours nor the sampling of a training on them.
+
+    Example:
+        >>> layer = tfdpfl.features.Patches(num_kernels=20)
+        >>> layer(np.zeros([2, 32, 32, 3], "float32")).shape
+        TensorShape([2, 4, 4, 40])
+    """
+
+    def __init__(
+        self, num_kernels: int = 400, patch_size: int = 6, grid: int = 4, threshold: float = 0.65,
+        power: float = 0.8, seed: int = 0, **options,
+    ):  # fmt: skip
+        super().__init__(**{"trainable": False, **options})
+        self.num_kernels = _checks.whole("num_kernels", num_kernels, 1, "give the number of kernels, such as 400")
+        self.patch_size = _checks.whole("patch_size", patch_size, 2, "give the rows of a patch, such as 6")
+        self.grid = _checks.whole("grid", grid, 1, "give the rows of the grid of cells, such as 4")
+        self.threshold = _checks.real(
+            "threshold", threshold, "give what a response must pass, such as 0.65", at_least=0
+        )
+        self.power = _checks.real("power", power, "1 decorrelates, 0 centres alone", at_least=0)
+        self.seed = _checks.whole("seed", seed, 0, "give the number that the drawings start from")
+        if self.patch_size > _DRAWN_SIZE or self.num_kernels > _MOST_KERNELS:
+            raise ValueError(
+                f"patch_size={patch_size} and num_kernels={num_kernels} are too many for drawings of {_DRAWN_SIZE} rows "
+                f"and columns, whose patches give at most {_MOST_KERNELS} kernels. Give no more than that."
+            )
+
+    def build(self, input_shape):
+        """Learns from drawings, into weights, so that a saved layer keeps its own."""
+        channels, size, width = input_shape[-1], self.patch_size, 2 * self.num_kernels
+        if channels is None:
+            raise ValueError("Patches needs to know the number of channels. Give tf.keras.Input((32, 32, 3)).")
+        weight = functools.partial(self.add_weight, initializer="zeros", trainable=False)
+        self.kernels = weight(name="kernels", shape=(size, size, channels, self.num_kernels))
+        self.mean = weight(name="mean", shape=(self.grid, self.grid, width))
+        self.matrix = weight(name="matrix", shape=(width, width))
+        with tf.init_scope():
+            random = np.random.default_rng(self.seed)
+            images = drawings(_DRAWINGS, channels, random)
+            self.kernels.assign(patch_kernels(images, size, self.num_kernels, random))
+            cells = [self._cells(tf.constant(images[i : i + _AT_A_TIME])) for i in range(0, _DRAWINGS, _AT_A_TIME)]
+            mean, matrix = whitened(np.concatenate(cells).astype(float), self.power)
+            self.mean.assign(mean)
+            self.matrix.assign(matrix)
+        self.built = True
+
+    def call(self, images):
+        """Returns the features of images."""
+        cells = self._cells(tf.convert_to_tensor(images, self.compute_dtype))
+        return tf.tensordot(cells - tf.cast(self.mean, cells.dtype), tf.cast(self.matrix, cells.dtype), 1)
+
+    def _cells(self, images):
+        """The means of the cells, of length 1 for each image."""
+        kernels = tf.cast(self.kernels, images.dtype)
+        mean = self._mean_of_patches(images)
+        variance = tf.maximum(self._mean_of_patches(images**2) - mean**2, 0)
+        product = tf.nn.conv2d(images, kernels, 1, "VALID")
+        response = (product - mean * tf.reduce_sum(kernels, [0, 1, 2])) / tf.sqrt(variance + _FLAT)
+        above = [tf.nn.relu(side * response - self.threshold) for side in (1, -1)]
+        cells = [tf.image.resize(each, [self.grid, self.grid], method="area") for each in above]
+        return tf.math.l2_normalize(tf.concat(cells, -1), axis=[1, 2, 3])
+
+    def _mean_of_patches(self, images):
+        kernel = tf.ones([self.patch_size, self.patch_size, images.shape[-1], 1], images.dtype)
+        return tf.nn.conv2d(images, kernel / tf.cast(tf.size(kernel), images.dtype), 1, "VALID")
+
+    def compute_output_shape(self, input_shape):
+        """Returns the shape of the features."""
+        return (input_shape[0], self.grid, self.grid, 2 * self.num_kernels)
+
+    def get_config(self):
+        """Returns what Keras saves."""
+        names = ("num_kernels", "patch_size", "grid", "threshold", "power", "seed")
+        return super().get_config() | {name: getattr(self, name) for name in names}

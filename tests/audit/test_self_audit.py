@@ -83,7 +83,7 @@ NO_CASE = {
     "FixedSizeClientSampler AvailabilityClientSampler BoundedParticipationSampler samplers",
     "made of what is private already": "ALIBILoss AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",
-    "public, or taken for it": "datasets features Deskew Scattering LabelPrior PublicPrior Roster CENSUS_VALUES "
+    "public, or taken for it": "datasets features Deskew Patches Scattering LabelPrior PublicPrior Roster CENSUS_VALUES "
     "CensusData DATA_DIR_VARIABLE ImageData load_adult load_census load_digits load_image_data load_mnist "
     "load_shakespeare",
     "not private, and says so": "evaluate_personalized TeacherEnsemble",
