@@ -278,8 +278,8 @@ class Patches(tf.keras.layers.Layer):
         self.seed = _checks.whole("seed", seed, 0, "give the number that the drawings start from")
         if self.patch_size > _DRAWN_SIZE or self.num_kernels > _MOST_KERNELS:
             raise ValueError(
-                f"patch_size={patch_size} and num_kernels={num_kernels} are too many for drawings of {_DRAWN_SIZE} rows "
-                f"and columns, whose patches give at most {_MOST_KERNELS} kernels. Give no more than that."
+                f"patch_size={patch_size} and num_kernels={num_kernels} are too many for drawings of {_DRAWN_SIZE} "
+                f"rows and columns, whose patches give at most {_MOST_KERNELS} kernels. Give no more than that."
             )
 
     def build(self, input_shape):

@@ -83,9 +83,9 @@ NO_CASE = {
     "FixedSizeClientSampler AvailabilityClientSampler BoundedParticipationSampler samplers",
     "made of what is private already": "ALIBILoss AveragedWeights BackwardCorrectedLoss ForwardCorrectedLoss "
     "debiased_label_counts PATE",
-    "public, or taken for it": "datasets features Deskew Patches Scattering LabelPrior PublicPrior Roster CENSUS_VALUES "
-    "CensusData DATA_DIR_VARIABLE ImageData load_adult load_census load_digits load_image_data load_mnist "
-    "load_shakespeare",
+    "public, or taken for it": "datasets features Deskew Patches Scattering LabelPrior PublicPrior Roster "
+    "CENSUS_VALUES CensusData DATA_DIR_VARIABLE ImageData load_adult load_census load_digits load_image_data "
+    "load_mnist load_shakespeare",
     "not private, and says so": "evaluate_personalized TeacherEnsemble",
     "runs what is built elsewhere": "train training History local_runtime remote_runtime runtime WorkerLost",
     "modules, whose names are here": "callbacks convex errors federated flower label_dp noise optimizers pate "
