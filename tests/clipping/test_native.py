@@ -102,6 +102,38 @@ def test_kernels_are_used_for_images_and_volumes_in_float32_alone():
                   tf.TensorSpec([None, 8, 8, 4])) == [FILTERS[0]]  # fmt: skip
 
 
+def over_frames(op, x, w):
+    """A convolution of each frame of a video, [batch, frames, height, width, channels]."""
+    frames = op(tf.reshape(x, [-1, *x.shape[2:]]), w)
+    return tf.reshape(frames, [-1, x.shape[1], *frames.shape[1:]])
+
+
+@pytest.mark.slow
+@twice
+@pytest.mark.parametrize("op, shape", [
+    (functools.partial(tf.nn.conv2d, strides=2, padding="VALID"), [3, 3, 4, 8]),
+    (lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), [3, 3, 4, 1]),
+    (lambda x, w: tf.nn.conv2d_transpose(x, w, [tf.shape(x)[0], 17, 15, 8], 2, "VALID"), [3, 3, 8, 4]),
+], ids=["conv", "depthwise", "transposed"])  # fmt: skip
+def test_the_frames_of_one_example_are_one_row_of_a_kernel(op, shape, stored):
+    """TimeDistributed and the steps of a loop give an example several rows: the gradient is the sum over them."""
+    w = tf.Variable(normal(*shape))
+    losses = lambda x: example_losses(tf.tanh(over_frames(op, x, w)))
+    check(losses, normal(3, 5, 8, 7, 4), [w])
+    ops = ops_of(lambda x: clipped_gradients(losses(x), [w], 1.0).sum[0], tf.TensorSpec([None, 5, 8, 7, 4]))
+    assert ops == ([FILTERS[0]] if stored else [*FILTERS[1:]])
+
+
+@pytest.mark.slow
+def test_a_loops_convolutions_use_a_kernel():
+    model = K.Sequential([K.Input((4, 8, 8, 3)), L.ConvLSTM2D(8, 3, padding="same")])
+    weights = [getattr(v, "_value", v) for v in model.trainable_variables]
+    losses = lambda x: example_losses(model(x))
+    check(losses, normal(3, 4, 8, 8, 3), weights)
+    step = lambda x: clipped_gradients(losses(x), weights, 1.0).sum[0]
+    assert ops_of(step, tf.TensorSpec([None, 4, 8, 8, 3])) == [FILTERS[0]] * 8  # four gates, of inputs and of states
+
+
 def test_kernels_are_not_used_where_they_are_switched_off(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
     assert not ops_of(sum_of(conv, [4]), SPEC)

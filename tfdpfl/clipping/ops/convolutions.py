@@ -177,6 +177,16 @@ class Sides:
         """Whether each example is a unit, and a row of both."""
         return self.units.single and self.of_x.rows == self.of_g.rows == self.of_x.blocks == self.of_g.blocks == 1
 
+    def for_kernel(self) -> tuple[tf.Tensor, tf.Tensor] | None:
+        """Returns ``x`` and ``g`` as a kernel takes them, with an example a row; None where it cannot. Several rows of
+        an example (frames of a video, the steps of a loop) are the depth of a volume that the window is one deep in."""
+        rows, flat = self.of_x.rows, len(self.window.size) == 2
+        together = self.units.single and rows == self.of_g.rows and self.of_x.blocks == self.of_g.blocks == 1
+        if not together or rows is None or not (rows == 1 or flat):
+            return None
+        sides = [t if rows == 1 else reshaped(t, [-1, rows, *dims_of(t)[1:]]) for t in (self.x, self.g)]
+        return None if find_obstacle(*sides) else (sides[0], sides[1])
+
     def flat(self, t: tf.Tensor, state: Batch, *tail: int) -> tf.Tensor:
         """[B, *places, C] to [U, places of the unit, *tail]."""
         t = self.units.group(t, state)
@@ -207,9 +217,8 @@ def _whole(sides: Sides) -> Contribution:
     gram = window.gram(sides.x, sides.places) if sides.alone and taps > 1 else None
     entries = taps * sides.channels
     costs = Costs(g.shape[1] or TYPICAL_LENGTH, entries, sides.filters, repeats, gram is not None)
-    if sides.alone and costs.native and not find_obstacle(sides.x, sides.g):
-        filters = Filters(sides.x, sides.g, entries, window.settings())
-        return filters.contribution(sides.layout, costs)
+    if costs.native and (taken := sides.for_kernel()):
+        return Filters(*taken, entries, window.settings()).contribution(sides.layout, costs)
     if costs.forms and taps > 1:
         return _formed(sides, g, costs)
     (whole,) = window.pieces(sides.x, sides.places, taps)
@@ -241,9 +250,9 @@ def _formed(sides: Sides, g: tf.Tensor, costs: Costs) -> MaterializedGradient:
 def _by_group(sides: Sides) -> MaterializedGradient:
     """Groups (of one channel each, in a depthwise convolution): one small product a group."""
     width, per_group = sides.filters // sides.groups, sides.channels // sides.groups
-    if sides.alone and per_group == width == 1 and not find_obstacle(sides.x, sides.g):
-        costs = Costs(sides.g.shape[1:-1].num_elements() or TYPICAL_LENGTH, sides.taps, sides.filters)
-        filters = Filters(sides.x, sides.g, sides.taps, sides.window.settings(), depthwise=True)
+    if per_group == width == 1 and (taken := sides.for_kernel()):
+        costs = Costs(taken[1].shape[1:-1].num_elements() or TYPICAL_LENGTH, sides.taps, sides.filters)
+        filters = Filters(*taken, sides.taps, sides.window.settings(), depthwise=True)
         return filters.contribution(lambda f: tf.reshape(f, [*dims_of(f)[:-2], *sides.use.shape]), costs)
     g = sides.flat(sides.g, sides.of_g, sides.groups, width)
     parts = []
