@@ -1,5 +1,6 @@
 """A random search costs what its event costs, draws as the theorem asks, and lets nothing but the best out."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 from dp_accounting import dp_event
 from scipy import stats
 
+import tfdpfl
 from tfdpfl.accounting import PrivacyLedger, Run, price
 from tfdpfl.errors import PrivacyError
 from tfdpfl.tuning import HyperParameters, RandomSearch, Selected
 
 RUN = Run(num_examples=1000, batch_size=50, noise_multiplier=2.0, num_steps=40)
+ALLOCATED = dict(num_examples=100, batch_size=10, noise_multiplier=2.0, num_epochs=1, sampling="random_allocation")
 SPACE = {"rate": [0.1, 0.2, 0.3], "momentum": stats.uniform(0, 1)}
 
 
@@ -148,8 +151,41 @@ def test_a_run_that_spends_more_than_was_said_ends_the_search():
         ({"shape": -1}, "shape must be"),
         ({"space": []}, "space=.* must be a dict"),
         ({"spends": 3.0}, "The cost of a run must be a plan"),
+        ({"spends": dataclasses.replace(RUN, max_examples_per_user=3)}, "has no ε in a search.*Poisson batches"),
+        ({"spends": Run(**ALLOCATED)}, "spends=Run.* has no ε in a search: the best of several runs is priced in"),
     ],
 )
 def test_a_search_without_a_price_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         search(**changes)
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_every_epsilon_of_the_best_model_includes_the_search():
+    import tensorflow as tf
+
+    x, y, delta = np.random.default_rng(0).normal(size=(40, 4)), np.arange(40) % 2, 1e-3
+    runs = []
+
+    def train(parameters):
+        model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+        model.compile(tfdpfl.DPSGD(1.0, 2.0, learning_rate=parameters["rate"]), loss="mse")
+        budget = tfdpfl.callbacks.PrivacyBudget(delta=delta, accountant="rdp")
+        model.fit(x, y, batch_size=40, callbacks=[budget], verbose=0)
+        runs.append((parameters["momentum"], budget, budget.report().epsilon))
+        return parameters["momentum"], {"model": model}, budget
+
+    spends = Run(num_examples=40, batch_size=40, noise_multiplier=2.0, num_epochs=1, sampling="shuffle")
+    of_three = lambda seed: search(spends=spends, mean_runs=3, seed=seed)
+    one = next(each for each in map(of_three, range(99)) if each._number(each._uniform(each._seed)) == 3)
+    best, whole = one.run(train), one.report(delta).epsilon
+    *others, (_, budget, alone) = sorted(runs, key=lambda run: run[0])
+    assert others and whole > alone and all(other.report().epsilon == alone for _, other, _ in others)
+    assert whole <= budget.report().epsilon
+    later = tfdpfl.callbacks.PrivacyBudget(delta=delta, accountant="rdp")
+    best.result["model"].fit(x, y, batch_size=40, callbacks=[later], verbose=0)
+    assert later.report().epsilon > budget.report().epsilon - 1e-9 and "RandomSearch" in later.report().statement()
+    with pytest.raises(PrivacyError, match="leaves no room"):
+        stopped = tfdpfl.callbacks.PrivacyBudget(delta=delta, target_epsilon=whole, accountant="rdp")
+        best.result["model"].fit(x, y, batch_size=40, callbacks=[stopped], verbose=0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tfdpfl._lazy import dp_event
 from tfdpfl._types import DpEvent, Keywords, Promiser
 from tfdpfl.accounting import PrivacyLedger, PrivacyReport, Run, _checks
-from tfdpfl.accounting.pricing import leaves_of
+from tfdpfl.accounting.pricing import is_known_to_renyi_dp, leaves_of
 from tfdpfl.accounting.promises import Promise
 from tfdpfl.errors import PrivacyError
 from tfdpfl.planning import PrivacyPlan
@@ -194,6 +194,7 @@ class RandomSearch:
             )
         self.space = space
         self._spends, self.adjacency = _spent(spends)
+        self._check_known(spends)
         self._times = 0
         self._seed = seed
 
@@ -211,7 +212,7 @@ class RandomSearch:
         """
         self._times += 1  # whatever comes of it
         best: Selected | None = None
-        highest = -math.inf
+        highest, spent_on_best = -math.inf, None
         for parameters in self._draws():
             asked = isinstance(parameters, HyperParameters)
             score, result, spent = train(parameters if asked else dict(parameters))
@@ -220,9 +221,28 @@ class RandomSearch:
             score = float(score)
             value = -math.inf if math.isnan(score) else score if maximize else -score
             if best is None or value > highest:
-                best, highest = Selected(parameters, score, result), value
+                best, highest, spent_on_best = Selected(parameters, score, result), value, spent
         assert best is not None
+        self._note(best.result, spent_on_best)
         return best
+
+    def add_to(self, ledger: PrivacyLedger) -> PrivacyLedger:
+        """Adds the searches that ran to a ledger."""
+        return ledger.add(self.event, self._times, adjacency=self.adjacency, name=type(self).__name__)
+
+    def _note(self, result: Any, spent: Promiser) -> None:
+        """Has every ε that is computed for the best run's model from here on include the search: that it was the best
+        tells of the data, too. (Its own steps then count twice.)"""
+        import tensorflow as tf
+
+        from tfdpfl.callbacks import PrivacyBudget
+        from tfdpfl.callbacks._fits import RELEASED
+
+        if isinstance(spent, PrivacyBudget):
+            spent.include(self)
+        for model in tf.nest.flatten(result):
+            if isinstance(model, tf.keras.Model) and self not in RELEASED.setdefault(model, []):
+                RELEASED[model].append(self)
 
     def number_of_runs(self) -> int:
         """Draws the number of runs, for a tuner that draws hyperparameters at random and each by itself, such as
@@ -253,6 +273,15 @@ class RandomSearch:
         )
         known = [] if self._seed is None else [_KNOWN_NUMBER.format(self._seed)]
         return self.ledger.report(delta, "rdp", [note, *known])
+
+    def _check_known(self, spends: Promiser) -> None:
+        if not is_known_to_renyi_dp(self.event, self.adjacency):
+            raise PrivacyError(
+                f"spends={spends!r:.99} has no ε in a search: the best of several runs is priced in Rényi DP, and "
+                "random allocation, truncated batches and max_examples_per_user of Poisson batches are known to the "
+                "PLD accountant alone. Search with Poisson batches (sampling='poisson') or shuffled ones, without "
+                "truncated_batch_size and max_examples_per_user."
+            )
 
     def _check(self, spent: DpEvent, adjacency: str) -> None:
         said, has = (_counts(event) for event in (self._spends, spent))

@@ -216,9 +216,44 @@ def test_a_split_by_keras_is_named():
         compiled().fit(X, Y, validation_split=0.2, callbacks=[PrivateMetrics()], verbose=0)
 
 
-def test_training_data_are_no_validation_data():
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: (X, Y),
+        lambda: (X[:9], Y[:9]),
+        lambda: (X[[5, 3, 70]].astype("float64"), Y[[5, 3, 70]]),
+        lambda: tf.data.Dataset.from_tensor_slices((X, Y)).take(9),
+    ],
+    ids=["same", "view", "chosen", "dataset"],
+)
+@pytest.mark.parametrize("drawn", [False, True], ids=["arrays", "poisson"])
+def test_training_data_are_no_validation_data(given, drawn):
+    data = {"x": poisson_batches((X, Y), expected_batch_size=40, steps=1)} if drawn else {"x": X, "y": Y}
     with pytest.raises(PrivacyError, match="validation=True is for data of other people"):
-        compiled().fit(X, Y, callbacks=[PrivateMetrics((X, Y), validation=True)], verbose=0)
+        compiled(expected_batch_size=40).fit(**data, callbacks=[PrivateMetrics(given(), validation=True)], verbose=0)
+
+
+def test_validation_data_of_which_one_example_is_trained_on_are_taken_for_other_peoples():
+    others = PrivateMetrics((np.concatenate([X[:9], X[:1] + 1]), Y[:10]), validation=True)
+    others.set_model(compiled())
+    for data in ({"x": X}, {"x": poisson_batches((X, Y), expected_batch_size=40, steps=1)}):
+        assert others._to_evaluate(data)[-1] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_a_target_holds_for_arrays_with_the_releases_to_come():
+    metrics, budget = PrivateMetrics(noise_std=0.05), PrivacyBudget(delta=DELTA, target_epsilon=6.0)
+    log = compiled().fit(X, Y, batch_size=40, epochs=9, callbacks=[metrics, budget], verbose=0)
+
+    def epsilon(epochs):
+        step, release = (dp_accounting.GaussianDpEvent(z) for z in (2.0, 0.05 * N / math.sqrt(2)))
+        events = [dp_accounting.SelfComposedDpEvent(event, epochs) for event in (step, release)]
+        return price(dp_accounting.ComposedDpEvent(events), DELTA, adjacency="zero_out").epsilon
+
+    ran = len(log.history["epsilon"])
+    assert budget.report().adjacency == "zero_out" and 1 < ran < 9
+    assert budget.report().epsilon == pytest.approx(epsilon(ran), rel=1e-9) and epsilon(ran) <= 6.0
 
 
 @pytest.mark.slow

@@ -286,6 +286,16 @@ def _rdp_epsilon(leaves: Leaves, delta: float, adjacency: str, whole_orders: boo
     return math.inf
 
 
+def is_known_to_renyi_dp(event: DpEvent, adjacency: str) -> bool:
+    """Returns whether Rényi DP, in which the best of several runs is priced, knows an ε of an event."""
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    leaves = [(_dominating(leaf), n) for leaf, n in leaves_of(event)]
+    drawn = [_is_blanked_subset(leaf, adjacency) for leaf, _ in leaves]
+    make = functools.partial(rdp.RdpAccountant, _orders()[0])
+    return _relation(make, leaves, drawn, adjacency) is not None
+
+
 @functools.cache
 def _orders() -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns all orders at which divergences are computed, and those that are whole numbers."""

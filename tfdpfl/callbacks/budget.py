@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import dataclasses
 import functools
 import math
@@ -437,11 +436,15 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """Returns `ledger`, for a caller that knows that no `fit` was interrupted."""
         return self._ledger_of([dp.ledger() for dp in self._seen()])
 
-    def _ledger_of(self, trained: list[PrivacyLedger]) -> PrivacyLedger:
-        """Returns the ledger of these trainings, of what was given and of what else spends on the data."""
+    def _ledger_of(
+        self, trained: list[PrivacyLedger], record: Callable[[PrivacyLedger], None] = lambda ledger: None
+    ) -> PrivacyLedger:
+        """Returns the ledger of these trainings, of what was given, of what ``record`` adds and of what else spends on
+        the data. The last comes last, because it is stated for the neighbours that all else is of."""
         ledger = PrivacyLedger().merge(self._given)
         for each in trained:
             ledger.merge(each)
+        record(ledger)
         for other in self._others():
             other.add_to(ledger)
         return ledger.of_dataset(self._dataset)
@@ -525,8 +528,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         # Over the sensitivity to one example; where it changes, the one that allows most.
         multiplier = (max(changes.values) if changes else dp.noise_multiplier) / over
 
+        trained = [dp.ledger() for dp in self._seen()]
+
         def with_more(number: int) -> PrivacyLedger:
-            ledger = copy.deepcopy(past)
+            return self._ledger_of(trained, lambda ledger: record(ledger, number))
+
+        def record(ledger: PrivacyLedger, number: int) -> None:
             if changes and not fit.shuffled:
                 pieces = changes.spent(int(tf.convert_to_tensor(dp.iterations)), number)
             else:
@@ -534,7 +541,6 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             for value, times in pieces:
                 more: Keywords = {"num_epochs" if fit.shuffled else "num_steps": times * fit.uses}
                 ledger.record(value / over, **options_of(discrete), **more, **fit.data)
-            return ledger
 
         def priced(number: int) -> float:
             return self._priced(with_more(number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from tfdpfl.callbacks._fits import RELEASED, fit_arguments, length, running_mode
 from tfdpfl.callbacks._uncovered import NO_DATA
 from tfdpfl.callbacks.budget import PrivacyBudget
 from tfdpfl.data import declared_sampling, examples_of, fixed_order, source_of, users_of
+from tfdpfl.data.sources import Examples
 from tfdpfl.errors import PrivacyError
 from tfdpfl.noise import Source
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrivateMetrics"]
 
+_AT_ONCE = 4096  # examples that are compared
 _MADE_UP = 8  # examples, on which metrics are tried
 
 
@@ -237,6 +239,8 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
         """The data in batches, each example's weight, and the number of units."""
         data, map_fn, users = self._data_of(call)
         examples = examples_of(data)
+        if self.validation:
+            _check_others(examples, call)
         if users is None:
             self._check_unit(call.get("x"))
             self._releases.unit = "example"
@@ -366,6 +370,45 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
                 f"A metric of one example ({', '.join(self._functions)}) depends on the other examples, so one example "
                 "could move the whole sum. Give a function of one example at a time."
             )
+
+
+def _check_others(examples: Examples, call: Keywords) -> None:
+    """Raises if all validation examples are among the training examples, so that they are of the same people.
+
+    Only some of them may be there by chance, as rows of few categories are. What is trained on is known of arrays and
+    of what `tfdpfl.data` draws from; of what is on disk it would have to be read.
+    """
+    x = call.get("x")
+    source = (source_of(x) or [x if length(x) is not None else None])[0]
+    if source is None or not examples.in_memory or not getattr(source, "in_memory", True):
+        return
+    others = set(_inputs_of(examples))
+    for row in _inputs_of(source):
+        others.discard(row)
+        if not others:
+            raise PrivacyError(
+                "validation=True is for data of other people, whose figures cost the training nothing, but all "
+                f"{examples.number} examples that PrivateMetrics was given are training examples, too. Leave "
+                "validation out, or give it examples that are not trained on."
+            )
+
+
+def _inputs_of(data: Arrays) -> Iterator[bytes]:
+    """Yields the inputs of each example of arrays, or of what `examples_of` returned."""
+    held = isinstance(data, Examples)
+    number = data.number if held else length(data)
+    for start in range(0, number, _AT_ONCE):
+        numbers = np.arange(start, min(start + _AT_ONCE, number))
+        if held:
+            element = data.take(tf.constant(numbers))
+            element = element[0] if isinstance(element, tuple) else element
+        else:
+            element = tf.nest.map_structure(lambda leaf: np.asarray(leaf[start : start + _AT_ONCE]), data)  # noqa: B023
+        leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(element)]
+        kinds = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.int64}  # as both may be given
+        leaves = [leaf.astype(kinds.get(leaf.dtype.kind, leaf.dtype)) for leaf in leaves]
+        for row in zip(*leaves, strict=True):
+            yield b"".join(part.tobytes() if hasattr(part, "tobytes") else bytes(part) for part in row)
 
 
 def _objects(data: Arrays) -> set[int]:
