@@ -25,6 +25,7 @@ __all__ = [
     "check_delta",
     "delta_warning",
     "gaussian_epsilon",
+    "is_known_to_renyi_dp",
     "is_of_pld_alone",
     "leaves_of",
     "mu_of_gaussians",
