@@ -396,7 +396,7 @@ def _check_others(examples: Examples, call: Keywords) -> None:
 def _inputs_of(data: Arrays) -> Iterator[bytes]:
     """Yields the inputs of each example of arrays, or of what `examples_of` returned."""
     held = isinstance(data, Examples)
-    number = data.number if held else length(data)
+    number = data.number if held else length(data) or 0
     for start in range(0, number, _AT_ONCE):
         numbers = np.arange(start, min(start + _AT_ONCE, number))
         if held:
