@@ -1,6 +1,8 @@
 """The arguments of a running `fit` are found among the callers, the innermost first, and of no other function."""
 
+import gc
 import types
+import weakref
 
 from tfdpfl import _frames
 
@@ -22,14 +24,31 @@ def test_running_fits_are_found_from_the_innermost_out():
     assert running() == [] and train(3, running) == []
 
 
-def test_callers_begin_with_the_function_that_asks():
+def test_callers_begin_with_the_caller_of_the_function_that_asks():
     def asks():
         names = []
         for frame in _frames.callers():
             names.append(frame.f_code.co_name)  # a list comprehension is a function of its own up to Python 3.11
-        return names[:2]
+        return names[:1]
 
-    assert asks() == ["asks", "test_callers_begin_with_the_function_that_asks"]
+    assert asks() == ["test_callers_begin_with_the_caller_of_the_function_that_asks"]
+
+
+def test_who_looks_among_the_callers_keeps_nothing_alive():
+    class Data:
+        pass
+
+    def asks():
+        data = Data()
+        for frame in _frames.callers():
+            if frame.f_locals.get("self") is None:
+                return weakref.ref(data)
+
+    gc.disable()
+    try:
+        assert asks()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_optimizer_is_found_inside_its_loss_scaling_and_callbacks_inside_keras_list():

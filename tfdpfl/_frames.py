@@ -14,8 +14,12 @@ PLAN = "tfdpfl_plan"
 
 
 def callers() -> Iterator[FrameType]:
-    """The frames around the function that asks, the nearest first."""
-    frame: FrameType | None = sys._getframe(1)
+    """The frames around the function that asks, the nearest first.
+
+    Its own is left out. A variable of its loop would hold it, and with it the data of the running `fit`, until Python
+    looks for cycles.
+    """
+    frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,6 +1,7 @@
 """Trainings leave nothing behind: the graphs that the engine keeps records of end with their models."""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -43,3 +44,24 @@ def test_nothing_of_a_loop_is_kept():
     before = set(gradients)
     train(keras.Sequential([keras.Input((4, 2)), keras.layers.LSTM(3), keras.layers.Dense(3)]))
     assert set(gradients) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_the_data_of_a_training_end_with_it():
+    """Without waiting for Python to look for cycles, which it seldom does."""
+
+    def train_on_batches():
+        model = classifier()
+        x, y = np.ones((64, *model.input_shape[1:]), "float32"), np.zeros(64, "int32")
+        batches, budget = tfdpfl.data.poisson_batches((x, y), 0.25, 4), tfdpfl.callbacks.PrivacyBudget(delta=1e-4)
+        optimizer = tfdpfl.DPSGD(l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=16)
+        model.compile(optimizer=optimizer, loss=cross_entropy())
+        model.fit(batches, callbacks=[budget], verbose=0)
+        return [weakref.ref(batches), weakref.ref(budget)]
+
+    gc.disable()
+    try:
+        assert [each() for each in train_on_batches()] == [None] * 2
+    finally:
+        gc.enable()
