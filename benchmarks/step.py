@@ -416,7 +416,7 @@ def plot(results: list[Result], path: Path, title: str) -> None:
     models = list(dict.fromkeys(r.model for r in results))
     shown = [name for name in DRAWN if any(r.competitor == name and r.ms for r in results)]
     clocks = {r.clock for r in results if r.competitor in shown}
-    least = 0.8 * min(1, *(r.time_ratio for r in results if r.time_ratio and r.competitor in shown))
+    least = 0.8 * min([1, *(r.time_ratio for r in results if r.time_ratio and r.competitor in shown)])
     figure, axes = pyplot.subplots(
         1, len(sizes), figsize=(1.5 + 3.3 * len(sizes), 1.2 + (0.1 + 0.14 * len(shown)) * len(models)), sharey=True,
         squeeze=False, layout="constrained",
