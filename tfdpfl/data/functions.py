@@ -254,7 +254,10 @@ def _meetings(called: _Function) -> Iterator[str]:
     """Yields where examples meet in a function of a batch."""
     names = {t.op.name for t in called.given if t.shape.rank != 0}
     axis = BatchAxis(called.graph, lambda t: Batch(0) if t.op.name in names else None, within=True)
-    mixed = [state for state in map(axis.__getitem__, called.graph.outputs) if isinstance(state, Mixed)]
+    made = [axis[t] for t in called.graph.outputs]
+    if any(isinstance(state, Batch) and (state.rows, state.blocks) not in ((1, 1), (None, 1)) for state in made):
+        yield "it makes several rows of each"
+    mixed = [state for state in made if isinstance(state, Mixed)]
     for state in mixed:
         if state.meets and _of_values(called.graph, state, called.given):
             yield state.describe()
@@ -294,7 +297,8 @@ def _moves_others(called: _Function) -> bool:
     except Exception:  # of TensorFlow's, or of the function's own checks
         return False
     rows = next(size[:1] for size in sizes if size)
-    pairs = [(one, other) for one, other in zip(before, after, strict=True) if [*one.shape[:1]] == rows]
+    # A multiple of the rows is several of each example.
+    pairs = [(one, other) for one, other in zip(before, after, strict=True) if one.ndim and len(one) % rows[0] == 0]
     return not all(_alike(one[1:], other[1:]) for one, other in pairs if one.shape == other.shape)
 
 
