@@ -60,11 +60,12 @@ MEET = {
     "rolled": (lambda: ROWS.batch(8).map(lambda x, y: (x + tf.roll(x, 1, 0), y)), "works along the batch axis"),
     "centred": (lambda: ROWS.batch(8).map(lambda x, y: (x - tf.reduce_mean(x, 0), y)), "reduces over the batch"),
     "centred labels": (lambda: ROWS.batch(8).map(lambda x, y: (x, y - tf.reduce_mean(y))), "reduces over the batch"),
-    "tiled": (lambda: ROWS.batch(8).map(lambda x, y: (tf.tile(x, [2, 1]), tf.tile(y, [2]))), "Tile .* repeats the batch"),
+    "tiled": (lambda: ROWS.batch(8).map(lambda x, y: (tf.tile(x, [2, 1]), tf.tile(y, [2]))), "Tile .* repeats"),
     "repeated": (
         lambda: ROWS.batch(8).map(lambda x, y: (tf.repeat(x, 2, axis=0), tf.repeat(y, 2))), "several rows of each"),
     "copied and flattened": (
-        lambda: ROWS.batch(8).map(lambda x, y: (tf.reshape(tf.stack([x, -x], 1), [-1, 4]), tf.repeat(y, 2))), "several"),
+        lambda: ROWS.batch(8).map(lambda x, y: (tf.reshape(tf.stack([x, -x], 1), [-1, 4]), tf.repeat(y, 2))),
+        "several rows of each"),
     "pieces as rows": (
         lambda: ROWS.batch(8).map(lambda x, y: (tf.reshape(x, [-1, 2]), tf.repeat(y, 2))), "several rows of each"),
     "behind a batch that was taken apart": (
