@@ -1,5 +1,6 @@
 """What every label mechanism guarantees: its matrix, its draws, its randomness, its record."""
 
+import copy
 import math
 import pickle
 import subprocess
@@ -202,6 +203,26 @@ def test_a_saved_copy_keeps_its_familys_record_and_goes_on_alone():
     clone(clone(saved)).fit_transform(Y)
     assert saved.family_ledger.epsilon(1e-13) == pytest.approx(2.0, rel=2e-2)
     assert first.family_ledger.epsilon(1e-13) == pytest.approx(1.0, rel=2e-2)
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_copies_state_what_all_of_them_released(make_copy):
+    first = RandomizedResponse(1.0, 3)
+    second = make_copy(first)
+    third = make_copy(second)
+    for each in (first, second, third):
+        each.fit_transform(Y)
+    for each in (first, second, third, make_copy(third)):
+        assert each.releases_ == 3 and each.epsilon_spent == 3.0 and each.ledger == each.family_ledger
+        assert each.ledger.epsilon(1e-13) == pytest.approx(3.0, rel=2e-2)
+
+
+def test_a_file_of_an_older_release_keeps_its_record():
+    old = RandomizedResponse(1.0, 3)
+    old.__setstate__({**vars(old), "_spent": ((1.0, 3),), "_releases": 1, "_family": [(1.0, 3), (1.0, 3)]})
+    assert old.releases_ == 1 and old.epsilon_spent == 1.0
+    copy.deepcopy(old).fit_transform(Y)
+    assert old.epsilon_spent == 2.0 and old.family_ledger.epsilon(1e-13) == pytest.approx(3.0, rel=2e-2)
 
 
 @pytest.mark.parametrize("make", [

@@ -80,17 +80,24 @@ def in_chunks(release: Callable[[np.ndarray, int], np.ndarray], values: np.ndarr
     return said[0] if len(said) == 1 else np.concatenate(said)
 
 
+class _Shared(list):
+    """A record that the copies of an object write into together: they release the same labels, as far as anyone knows."""
+
+    def __deepcopy__(self, memo: Json) -> _Shared:
+        return self
+
+
 class LabelMechanism(BaseEstimator):
     """A scikit-learn estimator that releases private labels, or counts of them.
 
     Every release is recorded and none is ever taken back: `releases_`, `dp_event` and `ledger` go on growing through
-    calls of `fit`. A clone has released nothing yet; a copy or an unpickled object keeps the record. Neither repeats
-    the randomness of the original.
+    calls of `fit`. A clone has released nothing yet. An object and its copies (`copy.copy`, `copy.deepcopy`) have one
+    record, so each of them states what all released. An unpickled object keeps the record, and goes on alone. None of
+    them repeats the randomness of the original.
     """
 
     adjacency = "replace_one"
-    _spent: tuple[tuple[float, int], ...] = ()  # (ε, outcomes) of all that was released
-    _releases = _draws = _clones = 0
+    _draws = _clones = 0
     _stream: tuple[int, ...] = ()  # with a seed, what tells this object's numbers from those of its clones
 
     # -- what a user may read --------------------------------------------------------------------------------
@@ -98,7 +105,12 @@ class LabelMechanism(BaseEstimator):
     @property
     def releases_(self) -> int:
         """How many times labels were released; every one costs."""
-        return self._releases
+        return len(self._record("_times"))
+
+    @property
+    def _spent(self) -> tuple[tuple[float, int], ...]:
+        """(ε, outcomes) of all that was released."""
+        return tuple(self._record("_parts"))
 
     @property
     def dp_event(self) -> DpEvent:
@@ -148,16 +160,19 @@ class LabelMechanism(BaseEstimator):
     def _spend(self, *parts: tuple[float, int]) -> None:
         for epsilon, _ in parts:
             _checks.real("epsilon", epsilon, "a release has an ε above 0", above=0)
-        self._spent = (*self._spent, *parts)
+        self._record("_parts").extend(parts)
         self._relatives().extend(parts)
 
     def _relatives(self) -> list[tuple[float, int]]:
         """What the whole family spent: one list that clones share."""
-        return self.__dict__.setdefault("_family", [])
+        return self._record("_family")
+
+    def _record(self, name: str) -> list:
+        return self.__dict__.setdefault(name, _Shared())
 
     def _spend_on_release(self, *parts: tuple[float, int]) -> None:
         self._spend(*parts)
-        self._releases += 1
+        self._record("_times").append(1)
 
     def _uniforms(self) -> Uniforms:
         """Fresh randomness: with a seed, every call's own stream."""
@@ -194,8 +209,17 @@ class LabelMechanism(BaseEstimator):
             twin._stream = (*self._stream, 1, self._clones)
         return twin
 
+    def __getstate__(self) -> Json:
+        for name in ("_parts", "_times", "_family"):  # before the first release too, so that copies share them
+            self._record(name)
+        return super().__getstate__()
+
     def __setstate__(self, state: Json) -> None:
         super().__setstate__(state)
+        # Files of older releases hold what this object alone released, as a tuple and a count.
+        self._record("_parts").extend(self.__dict__.pop("_spent", ()))
+        self._record("_times").extend([1] * self.__dict__.pop("_releases", 0))
+        self._family = _Shared(self._family) if type(self.__dict__.get("_family")) is list else self._relatives()
         if self.seed is not None:
             # What is loaded twice would repeat itself under any stream that follows from the file.
             self._stream = (*self._stream, 2, secrets.randbits(64))
