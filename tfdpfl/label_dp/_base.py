@@ -81,7 +81,7 @@ def in_chunks(release: Callable[[np.ndarray, int], np.ndarray], values: np.ndarr
 
 
 class _Shared(list):
-    """A record that the copies of an object write into together: they release the same labels, as far as anyone knows."""
+    """A record that an object and its copies write into together, as if they released the same labels."""
 
     def __deepcopy__(self, memo: Json) -> _Shared:
         return self
