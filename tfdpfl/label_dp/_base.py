@@ -212,7 +212,8 @@ class LabelMechanism(BaseEstimator):
     def __getstate__(self) -> Json:
         for name in ("_parts", "_times", "_family"):  # before the first release too, so that copies share them
             self._record(name)
-        return super().__getstate__()
+        state: Json = super().__getstate__()
+        return state
 
     def __setstate__(self, state: Json) -> None:
         super().__setstate__(state)
