@@ -97,6 +97,7 @@ class LabelMechanism(BaseEstimator):
     """
 
     adjacency = "replace_one"
+    _family: list[tuple[float, int]]
     _draws = _clones = 0
     _stream: tuple[int, ...] = ()  # with a seed, what tells this object's numbers from those of its clones
 
