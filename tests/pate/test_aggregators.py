@@ -135,6 +135,20 @@ def test_a_stream_of_batches_is_the_whole():
         parts[0] + GNMax(21).aggregate(votes)
 
 
+def test_a_part_of_the_answers_has_the_price_of_all():
+    """The noisy answers chose the part. Those that the teachers did not give cost the checks of their votes."""
+    mechanism = ConfidentGNMax(45, 20, 20, seed=0)
+    one, other = (mechanism.aggregate(random_votes(40, seed=seed), num_classes=10) for seed in (0, 1))
+    both, price = one + other, lambda answers: (answers.epsilon(1e-5), answers.dp_event, answers.rdp([4.0]).tolist())
+    assert 0 < one.answered.sum() < len(one)
+    for part in (one[one.answered], one[:1], one[one.answered][:1], one[:1] + one[1:], one[one.answered] + one):
+        assert price(part) == price(one) and str(part.promises(1e-5)) == str(one.promises(1e-5))
+    assert price(one[one.answered] + other[:2]) == price(one + other[:2]) == price(both[both.answered]) == price(both)
+    assert repr(one[:1]).endswith(f"rho={one.cost.sum():.6g})")
+    alone = one.first(3)  # of which the others are kept back
+    assert alone.epsilon(1e-5) < one.epsilon(1e-5) and len(alone[:2].rdp([4.0])) == 3
+
+
 # Labels
 
 

@@ -228,6 +228,9 @@ class Answers:
         counts: The votes, `[queries, classes]`. Private.
         scores: What a threshold looked at, `[queries, classes]`, where that is not `counts`. Private.
 
+    A part of the answers (by a mask, a slice) has the ε of all: the answers may have decided which part, and the other
+    queries were put as well.
+
     `repr` shows neither votes nor anything computed from them.
     """
 
@@ -238,6 +241,7 @@ class Answers:
     mechanism: Aggregator
     counts: np.ndarray = dataclasses.field(repr=False)
     scores: np.ndarray | None = dataclasses.field(repr=False, default=None)
+    _whole: Answers | None = dataclasses.field(repr=False, default=None)  # that these are a part of
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -245,32 +249,41 @@ class Answers:
     def __repr__(self) -> str:
         return (
             f"Answers({int(self.answered.sum())} of {len(self)} answered by {self.mechanism}, "
-            f"rho={float(self.cost.sum()):.6g})"
+            f"rho={float(self._all.cost.sum()):.6g})"
         )
 
-    def __getitem__(self, queries: Arrays) -> Answers:
-        """The answers to some of the queries: a slice, a mask or indices.
+    @property
+    def _all(self) -> Answers:
+        """Returns the answers to all queries that were put together with these."""
+        return self if self._whole is None else self._whole
 
-        Their ε is that of putting these queries alone. Where the answers decided which ones (``answers[answers.
-        answered]``), the rest was put as well: ask the whole for its ε.
-        """
-        return self._changed(lambda name, value: value[queries])
+    def __getitem__(self, queries: Arrays) -> Answers:
+        """The answers to some of the queries: a slice, a mask or indices. Their ε is that of all."""
+        return self._changed(lambda name, value: value[queries], self._all)
+
+    def first(self, number: int) -> Answers:
+        """Returns the first answers at the price of these alone: only where nothing of the others is ever released."""
+        return self._changed(lambda name, value: value[:number], None)
 
     def __add__(self, other: Answers) -> Answers:
         """Both, one after the other."""
         if self.mechanism != other.mechanism:
             raise ValueError(f"answers must come from one mechanism, got {self.mechanism} and {other.mechanism}.")
-        return self._changed(lambda name, value: np.concatenate([value, getattr(other, name)]))
+        whole = None
+        if self._whole is not None or other._whole is not None:
+            whole = self._all if self._all is other._all else self._all + other._all
+        return self._changed(lambda name, value: np.concatenate([value, getattr(other, name)]), whole)
 
-    def _changed(self, change: Callable[[str, np.ndarray], np.ndarray]) -> Answers:
-        """The same with other arrays, given the name and the value of each."""
+    def _changed(self, change: Callable[[str, np.ndarray], np.ndarray], whole: Answers | None) -> Answers:
+        """The same with other arrays, given the name and the value of each, as a part of ``whole``."""
         arrays = {name: change(name, value) for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return Answers(**{**vars(self), **arrays})
+        return Answers(**{**vars(self), **arrays, "_whole": whole})
 
     @property
     def queries(self) -> Queries:
         """Returns what the mechanism was asked. Private."""
-        return Queries(self.mechanism, self.counts, self.scores, self.by_teachers)
+        asked = self._all
+        return Queries(asked.mechanism, asked.counts, asked.scores, asked.by_teachers)
 
     @property
     def dp_event(self) -> DpEvent:
@@ -279,9 +292,10 @@ class Answers:
 
     def promises(self, delta: float, private: bool = False) -> list[Promise]:
         """Returns what is guaranteed; see `tfdpfl.accounting.promises`."""
+        asked = self._all
         text = (
-            f"{self.mechanism}: {len(self)} queries, {int(self.answered.sum())} answered, "
-            f"{int(self.by_teachers.sum())} by the teachers"
+            f"{self.mechanism}: {len(asked)} queries, {int(asked.answered.sum())} answered, "
+            f"{int(asked.by_teachers.sum())} by the teachers"
         )
         # The event has the replacement in it.
         how = {"event": self.dp_event, "event_adjacency": "add_or_remove_one", "mechanisms": [text]}

@@ -389,7 +389,7 @@ class PATE:
         if not isinstance(mechanism, InteractiveGNMax):
             answers = mechanism.aggregate(counts)
             # Beyond the budget noise was drawn, but nothing of it leaves this line.
-            return answers[: self._affordable(answers)]
+            return answers.first(self._affordable(answers))
         known: Answers | None = None
         for rows in np.array_split(np.arange(len(counts)), min(_INTERACTIVE_BATCHES, len(counts))):
             if known is None or not known.answered.any():
@@ -402,7 +402,7 @@ class PATE:
             known = answers if known is None else known + answers
             affordable = self._affordable(known)
             if affordable < len(known):
-                return known[:affordable]
+                return known.first(affordable)
             self.answers_ = known  # what is released, should the student's training end with an error
         assert known is not None
         return known
