@@ -315,8 +315,9 @@ class OuterProductGradient:
 
     def squared_norms(self) -> tf.Tensor:
         if self.a.shape[1] == 1 and self.a.shape.rank == 3:
-            # So the product is no less than the true one. An error bound would be eight ops more in a small step.
-            return (squares(self.a) + lost_squares(self.a)) * (squares(self.g) + lost_squares(self.g))
+            a, g = squares(self.a), squares(self.g)
+            self.error_bound = lost_squares(self.a) * g + lost_squares(self.g) * a
+            return a * g
         if self.costs.forms:
             return self.raw().squared_norms()
         if self.a.shape.rank == 4:
