@@ -173,19 +173,26 @@ class Sides:
         return self.channels if self.use.op.type.startswith("Depthwise") else self.channels // self.use.shape[-2]
 
     @property
+    def rows(self) -> int | None:
+        """How many rows of both an example has, if each is a unit; None where that is not known, or not the same."""
+        alike = self.of_x.rows == self.of_g.rows and self.of_x.blocks == self.of_g.blocks == 1
+        return self.of_x.rows if self.units.single and alike else None
+
+    @property
     def alone(self) -> bool:
         """Whether each example is a unit, and a row of both."""
-        return self.units.single and self.of_x.rows == self.of_g.rows == self.of_x.blocks == self.of_g.blocks == 1
+        return self.rows == 1
 
     def for_kernel(self) -> tuple[tf.Tensor, tf.Tensor] | None:
         """Returns ``x`` and ``g`` as a kernel takes them, with an example a row; None where it cannot. Several rows of
         an example (frames of a video, the steps of a loop) are the depth of a volume that the window is one deep in."""
-        rows, flat = self.of_x.rows, len(self.window.size) == 2
-        together = self.units.single and rows == self.of_g.rows and self.of_x.blocks == self.of_g.blocks == 1
-        if not together or rows is None or not (rows == 1 or flat):
+        flat = len(self.window.size) == 2
+        if self.rows is None or not (self.alone or flat) or find_obstacle(self.x, self.g):
             return None
-        sides = [t if rows == 1 else reshaped(t, [-1, rows, *dims_of(t)[1:]]) for t in (self.x, self.g)]
-        return None if find_obstacle(*sides) else (sides[0], sides[1])
+        if self.alone:
+            return self.x, self.g
+        x, g = (reshaped(t, [-1, self.rows, *dims_of(t)[1:]]) for t in (self.x, self.g))
+        return x, g
 
     def flat(self, t: tf.Tensor, state: Batch, *tail: int) -> tf.Tensor:
         """[B, *places, C] to [U, places of the unit, *tail]."""
