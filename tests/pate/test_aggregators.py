@@ -147,6 +147,7 @@ def test_a_part_of_the_answers_has_the_price_of_all():
     assert repr(one[:1]).endswith(f"rho={one.cost.sum():.6g})")
     alone = one.first(3)  # of which the others are kept back
     assert alone.epsilon(1e-5) < one.epsilon(1e-5) and len(alone[:2].rdp([4.0])) == 3
+    assert price(one[one.answered].first(3)) == price(one)
 
 
 # Labels

@@ -262,8 +262,9 @@ class Answers:
         return self._changed(lambda name, value: value[queries], self._all)
 
     def first(self, number: int) -> Answers:
-        """Returns the first answers at the price of these alone: only where nothing of the others is ever released."""
-        return self._changed(lambda name, value: value[:number], None)
+        """Returns the first answers at the price of these alone: only where nothing of the others is ever released. (Of
+        what is a part itself, the first have the price of the whole.)"""
+        return self._changed(lambda name, value: value[:number], self._whole)
 
     def __add__(self, other: Answers) -> Answers:
         """Both, one after the other."""
