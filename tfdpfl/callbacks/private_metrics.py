@@ -375,11 +375,12 @@ class PrivateMetrics(tf.keras.callbacks.Callback):
 def _check_others(examples: Examples, call: Keywords) -> None:
     """Raises if all validation examples are among the training examples, so that they are of the same people.
 
-    Only some of them may be there by chance, as rows of few categories are. What is trained on is known of arrays and
-    of what `tfdpfl.data` draws from; of what is on disk it would have to be read.
+    Only some of them may be there by chance, as rows of few categories are. Training examples are compared if they are
+    arrays, or if `tfdpfl.data` draws them from arrays. Those on disk would have to be read.
     """
     x = call.get("x")
-    source = (source_of(x) or [x if length(x) is not None else None])[0]
+    drawn = source_of(x)
+    source = drawn[0] if drawn else x if length(x) is not None else None
     if source is None or not examples.in_memory or not getattr(source, "in_memory", True):
         return
     others = set(_inputs_of(examples))
