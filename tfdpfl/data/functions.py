@@ -16,7 +16,7 @@ from tfdpfl._types import Dataset
 from tfdpfl.clipping import graph as graph_tools
 from tfdpfl.clipping.batch_axis import BatchAxis
 from tfdpfl.clipping.graph import body_graphs, constant, handed_on, is_branch, is_call, is_loop, is_random, key, within
-from tfdpfl.clipping.states import Batch, Mixed
+from tfdpfl.clipping.states import Batch, Mixed, State
 from tfdpfl.clipping.variable_writes import WRITES
 from tfdpfl.data.declared import SHUFFLES, ancestors, inputs_of, made_by, name_of, passed_through, repeats
 from tfdpfl.data.inner import made_for, made_inside, overlaps
@@ -255,7 +255,7 @@ def _meetings(called: _Function) -> Iterator[str]:
     names = {t.op.name for t in called.given if t.shape.rank != 0}
     axis = BatchAxis(called.graph, lambda t: Batch(0) if t.op.name in names else None, within=True)
     made = [axis[t] for t in called.graph.outputs]
-    if any(isinstance(state, Batch) and (state.rows, state.blocks) not in ((1, 1), (None, 1)) for state in made):
+    if any(map(_is_several_rows, made)):
         yield "it makes several rows of each"
     mixed = [state for state in made if isinstance(state, Mixed)]
     for state in mixed:
@@ -267,6 +267,11 @@ def _meetings(called: _Function) -> Iterator[str]:
             yield f"{op.type} ({op.name!r}) picks examples of the batch"
     if mixed and _moves_others(called):
         yield f"another first row changes the other rows of its result, and {mixed[0].describe()}"
+
+
+def _is_several_rows(state: State) -> bool:
+    """Whether a result has several rows of each example."""
+    return isinstance(state, Batch) and (state.blocks != 1 or state.rows not in (1, None))
 
 
 # Ops with a state that may be called with made-up rows.
@@ -710,7 +715,12 @@ def _are_apart(outer: Dataset, function: Any, path: list[Dataset], place: int, n
         return True
     if any(_is_symbolic(each[-1]) or _holds_examples(each[-1], number) for each in _paths(outer)):
         return False
-    count, first = np.zeros(int(path[-1].cardinality()) if not _is_symbolic(path[-1]) else 0, np.int64), None
+    return _are_read_once(outer, function, path[-1], place)
+
+
+def _are_read_once(outer: Dataset, function: Any, source: Dataset, place: int) -> bool:
+    """Whether a function, called for each element, reads each example of a source for one element at most."""
+    count, first = np.zeros(int(source.cardinality()) if not _is_symbolic(source) else 0, np.int64), None
     for i, element in enumerate(outer.take(_MOST_PIECES)):
         made = made_for(function, element)
         paths = [] if made is None else _paths(made)
